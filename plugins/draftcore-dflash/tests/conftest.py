@@ -3,9 +3,10 @@
 import pytest
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
-from draftcore_sdk.algorithm_exports import draft, exported  # noqa: F401
 from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
     Tiny,
+    draft,
+    exported,
     folder,
     make_draft,
     make_samples,

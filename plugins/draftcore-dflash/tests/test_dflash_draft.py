@@ -14,8 +14,7 @@ from draftcore_dflash.blocks import Blocks
 from draftcore_dflash.config import captured_layers, mask_token
 from draftcore_dflash.options import DFlashOptions
 from draftcore_nn.served import Host, Round, UnservableError
-from draftcore_sdk.algorithm_exports import ExportSuite
-from draftcore_sdk.algorithm_fixtures import NO_DATA, MakeDraft, MakeTarget, drop, put
+from draftcore_sdk.algorithm_fixtures import NO_DATA, ExportSuite, MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.comparisons import require_trained_drafts
 from draftcore_sdk.exports import GONE, ROPES, change, change_config, change_tensors, config_of

@@ -3,9 +3,10 @@
 import pytest
 from draftcore_domino.algorithm import Domino
 from draftcore_domino.options import DominoOptions
-from draftcore_sdk.algorithm_exports import draft, exported  # noqa: F401
 from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
     Tiny,
+    draft,
+    exported,
     folder,
     make_draft,
     make_samples,

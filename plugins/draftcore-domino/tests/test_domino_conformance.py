@@ -8,8 +8,7 @@ from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.options import DFlashOptions
 from draftcore_domino.algorithm import Domino
 from draftcore_domino.options import DominoOptions
-from draftcore_sdk.algorithm_exports import ExportSuite
-from draftcore_sdk.algorithm_fixtures import NO_DATA, drop
+from draftcore_sdk.algorithm_fixtures import NO_DATA, ExportSuite, drop
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.exports import GONE, change_config, config_of
 from draftcore_sdk.plugins import PluginSuite

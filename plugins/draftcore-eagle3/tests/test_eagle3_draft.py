@@ -17,8 +17,7 @@ from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.vocabulary import select_tokens
 from draftcore_hf.target import TransformersTarget
-from draftcore_sdk.algorithm_exports import ExportSuite
-from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeTarget, drop, put
+from draftcore_sdk.algorithm_fixtures import ExportSuite, MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.comparisons import require_trained_drafts
 from draftcore_sdk.exports import GONE, ROPES, change, change_config, change_tensors, config_of

@@ -11,7 +11,7 @@ There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each 
 `launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`, `runners.RunnerSuite`,
 `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what goes around an
 algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`. For an algorithm's own tests there is
-`algorithm_exports.ExportSuite`: what reading an export refuses, and how servers read it.
+`algorithm_fixtures.ExportSuite`: what reading an export refuses, and how servers read it.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.
 """
@@ -37,7 +37,7 @@ SUITES = (
     "wrappers",
 )
 PARTS = (
-    "algorithm_exports", "algorithm_fixtures", "comparisons", "drafting", "workbench",
+    "algorithm_fixtures", "comparisons", "drafting", "workbench",
 )  # fmt: skip
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do

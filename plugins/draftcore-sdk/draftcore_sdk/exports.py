@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,9 @@ from torch import Tensor
 GONE = "gone"  # in place of a value: without the field
 THETA = {"rope_theta": 7e5}
 LLAMA3 = {
-    **THETA,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **THETA, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 
 
 def yarn(theta: float, factor: float, **more: Any) -> dict[str, Any]:
@@ -77,11 +72,3 @@ def change_config(folder: Path, section: str = "", /, **fields: Any) -> None:
 def change_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
     """Edit the tensors of an export in place."""
     change(folder, lambda _, tensors: edit(tensors))
-
-
-def imports_of_ours(module: Path) -> set[str]:
-    """The modules of draftcore and its plugins that a file imports: what its mistakes may share."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    return {str(name) for name in imported if str(name).startswith("draftcore")}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +44,6 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
-from draftcore_sdk.algorithm_fixtures import as_ratio, summed
 from draftcore_sdk.internals import build_optimizer, scale_and_clip, type_error
 from draftcore_sdk.targets import tiny_target
 
@@ -368,3 +367,27 @@ def require_same_output(found: StepOutput, expected: StepOutput, said: str) -> N
     for name, (ours, theirs) in pairs.items():
         same = torch.equal(ours, theirs)
         assert same, f"{said} a {name} of {float(ours):.9g} and of {float(theirs):.9g}"
+
+
+def summed(outputs: Sequence[StepOutput]) -> StepOutput:
+    """Sum up the outputs of micro-batches, as the trainer does."""
+
+    def totals(pairs: Iterable[Sequence[Any]]) -> tuple[Tensor, Tensor]:
+        above, below, *_ = zip(*pairs, strict=True)
+        return torch.stack(above).sum(), torch.stack(below).sum()
+
+    sizes = {len(output.terms) for output in outputs}
+    assert len(sizes) == 1, f"batches of one step have {sizes} terms: return as many of each"
+    terms = zip(*(output.terms for output in outputs), strict=True)
+    return StepOutput(
+        terms=[(*totals(same), same[0][2]) for same in terms],
+        counts={name: totals(o.counts[name] for o in outputs) for name in outputs[0].counts},
+    )
+
+
+def as_ratio(output: StepOutput) -> StepOutput:
+    """Return a loss as one ratio: of several terms their sum, over 1."""
+    if len(output.terms) == 1 and output.terms[0][2] == 1:
+        return StepOutput(*output.terms[0][:2], output.counts)
+    parts = [w * n / torch.where(d == 0, torch.ones_like(d), d) for n, d, w in output.terms]
+    return StepOutput(sum(parts[1:], parts[0]), torch.ones_like(parts[0].detach()), output.counts)
