@@ -84,6 +84,8 @@ def test_a_prompt_longer_than_a_chunk_or_seen_before_comes_whole(
         ({"pp_size": 2}, "pipeline parallelism"),
         ({"speculative_algorithm": "EAGLE3"}, "the target alone"),
         ({"disaggregation_mode": "prefill"}, "whole prompts"),
+        ({"enable_lora": True}, "merge it into the target"),
+        ({"lora_paths": ["adapter"]}, "merge it into the target"),
         ({"dtype": "bfloat16"}, "set target.dtype"),
         ({"tp_size": 2}, "set capture.options.tp"),
         ({"atention_backend": "triton"}, "did you mean 'attention_backend'"),

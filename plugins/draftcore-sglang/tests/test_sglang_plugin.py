@@ -1,6 +1,7 @@
 """What needs no sglang: the offers, refusals, and where sglang is imported."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from capturing import write_run
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import tiny_target
-from draftcore_sglang.capture import SglangCapture
+from draftcore_sglang.capture import SglangCapture, settings_of
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
 from draftcore_sglang.options import ServerOptions, SglangOptions
 from packaging.requirements import Requirement
@@ -89,6 +91,19 @@ def test_without_an_sglang_that_was_tested_the_pip_line_is_the_answer(
         UsageError, match=rf"{reason}.*\n  pip install 'draftcore-sglang\[sglang\]'"
     ):
         SglangCapture(target, REQUEST, SglangOptions())
+
+
+@pytest.mark.parametrize(("device", "there"), [("cpu", "cores"), ("cuda:1", "devices")])
+def test_more_devices_than_there_are_are_refused_before_a_process_starts(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch, device: str, there: str
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("draftcore_sglang.capture.resolve_device", torch.device)
+    target.device = device
+    assert settings_of(target, SglangOptions(tp=3)).tp == 3
+    with pytest.raises(UsageError, match=f"tp is 4, and from {device} on there are 3 {there}"):
+        settings_of(target, SglangOptions(tp=4))
 
 
 def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
