@@ -53,7 +53,7 @@ def seeing_qwen(folder: Path, family: str, largest: int = 16, **rope: Any) -> Pa
     return folder
 
 
-def opened(folder: Path) -> TransformersTarget:
+def target_that_sees(folder: Path) -> TransformersTarget:
     """Open a target that sees, as a run does."""
     target = TransformersTarget(str(folder), device="cpu")
     target.images = OwnProcessor(target.path, target.source)

@@ -24,8 +24,7 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
 
-LAYERS = 4
-REQUEST = FeatureRequest(tuple(range(LAYERS)), True, "float32")
+REQUEST = FeatureRequest((0, 1, 2, 3), True, "float32")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], list(range(30, 61))]
 OPTIONS = SglangOptions(tp=2, max_tokens=128)
 
@@ -33,7 +32,7 @@ OPTIONS = SglangOptions(tp=2, max_tokens=128)
 def write_target(folder: Path, dtype: str, device: str) -> TargetSpec:
     # Heads that two ranks can share, of a width that CUDA attention has kernels for.
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    tiny_target(folder, hidden_size=64, num_hidden_layers=LAYERS, **shape)
+    tiny_target(folder, hidden_size=64, num_hidden_layers=4, **shape)
     return TransformersTarget(str(folder), dtype=dtype, device=device)
 
 
@@ -52,13 +51,11 @@ def largest_gap(found: SglangCapture, target: TargetSpec) -> float:
 def require_engine_ended(forward: Callable[[], object]) -> None:
     """Kill rank 1. A queue would skip a batch that fails by a DraftcoreError, and no batch is at fault."""
     pids = [process.pid for process in active_children() if process.name.startswith("sglang-")]
-    killed = next(process.pid for process in active_children() if process.name == "sglang-1")
-    assert killed is not None
-    os.kill(killed, signal.SIGKILL)
+    (killed,) = [process.pid for process in active_children() if process.name == "sglang-1"]
+    os.kill(killed or 0, signal.SIGKILL)
+    says = rf"engine of .* has ended: rank 1 .*\n.*{killed}, exit status -9"
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=rf"engine of .* has ended: rank 1 .*\n.*{killed}, exit status -9"
-        ):
+        with pytest.raises(RuntimeError, match=says):
             forward()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -95,11 +92,8 @@ class TestOnTheCpu:
         target = write_target(tmp_path, "float32", "cpu")
         capture = SglangCapture(target, REQUEST, OPTIONS)
         assert largest_gap(capture, target) < 1e-5
-        links = [
-            link
-            for rank in active_children()
-            for link in psutil.Process(rank.pid).net_connections()
-        ]
+        ranks = [psutil.Process(rank.pid) for rank in active_children()]
+        links = [link for rank in ranks for link in rank.net_connections()]
         assert {link.laddr.ip for link in links if link.status == "LISTEN"} == {"127.0.0.1"}
         assert not torch.distributed.is_initialized(), "no rank lives in this process"
         require_engine_ended(lambda: features_of(capture, batch(members=PROMPTS)))
@@ -126,8 +120,7 @@ class TestOnCuda:
             pytest.skip("needs two CUDA devices")
         target = write_target(tmp_path, "bfloat16", "cuda")
         args = {"attention_backend": "triton"}  # that every build of the kernels has
-        options = SglangOptions(tp=tp, max_tokens=128, args=args)
-        capture = SglangCapture(target, REQUEST, options)
+        capture = SglangCapture(target, REQUEST, SglangOptions(tp=tp, max_tokens=128, args=args))
         assert largest_gap(capture, target) < 3e-2
         for features in features_of(capture, batch(members=PROMPTS)):
             assert {value.device.type for value in features.values()} == {"cuda"}
