@@ -139,12 +139,9 @@ def settings_of(target: TargetSpec, options: SglangOptions) -> Settings:
         )
     positions = getattr(target.text_config, "max_position_embeddings", None)
     return Settings(
-        path=target.path,
-        revision=target.revision,
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=str(device),
-        tp=options.tp,
-        max_tokens=options.max_tokens,
+        path=target.path, revision=target.revision,
+        dtype=str(target.dtype).removeprefix("torch."), device=str(device),
+        tp=options.tp, max_tokens=options.max_tokens,
         context=min(options.max_tokens, positions or options.max_tokens),
         args=json.dumps(options.args, sort_keys=True),
-    )
+    )  # fmt: skip

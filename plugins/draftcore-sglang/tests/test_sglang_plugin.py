@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -13,17 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import write_run
+from capturing import require_engine_ended, write_run
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import internals, server
 from draftcore_sglang.capture import SglangCapture, settings_of
-from draftcore_sglang.internals import disagg
+from draftcore_sglang.internals import Limits, Settings, disagg
 from draftcore_sglang.internals import server as hooked
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
-from draftcore_sglang.options import ServerOptions, SglangOptions
+from draftcore_sglang.options import SglangOptions
+from draftcore_sglang.ranks import Ranks
 from draftcore_sglang.remote import place
 from draftcore_sglang.wire import Ask, Refusal, pack, unpack
 from packaging.requirements import Requirement
@@ -103,7 +105,10 @@ def test_without_an_sglang_that_was_tested_the_pip_line_is_the_answer(
 
 
 def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter more; another order; a name and a module that are gone."""
+    """A parameter more; another order; a name and a module that are gone. The range is the extra's."""
+    extras = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    (line,) = extras["optional-dependencies"]["sglang"]
+    assert Requirement(line).specifier == TESTED
     pretend(monkeypatch, "0.5.23")
     require_sglang({"draftcore.errors:nearest": "name known"})
     wanted = {"draftcore.errors:nearest": "name", "draftcore.errors:closest": "known name"}
@@ -113,12 +118,6 @@ def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert more == "draftcore.errors:nearest(name, known), where (name) was tested"
     assert order == "draftcore.errors:closest(name, known), where (known, name) was tested"
     assert [gone.split()[0], module.split()[0]] == ["json:gone:", "no_such_module:f:"]
-
-
-def test_the_range_is_that_of_the_extra() -> None:
-    extras = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
-    (line,) = extras["optional-dependencies"]["sglang"]
-    assert Requirement(line).specifier == TESTED
 
 
 @pytest.mark.sglang
@@ -161,6 +160,28 @@ def test_every_flag_that_our_readmes_give_is_one_of_sglangs() -> None:
     assert named - known == set()
 
 
+# ---------------------------------------------------------------- ranks that end
+
+
+def answer(settings: Settings, rank: int, port: int, meeting: str, pipe: Any) -> None:
+    """Be a rank that computes nothing, as sglang may be missing here."""
+    pipe.send((False, Limits(1, 1, 1)))
+    while True:
+        pipe.recv()
+        pipe.send((False, {}))
+
+
+def test_an_engine_that_has_died_ends_the_process_that_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork = multiprocessing.get_context("fork")  # ranks that compute nothing need no fresh process
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: fork)
+    monkeypatch.setattr("draftcore_sglang.ranks.serve", answer)
+    ranks = Ranks(Settings("target", None, "float32", "cpu", 2, 1, 1, "{}"))
+    assert ranks.forward([[5]], (), {}) == {}
+    require_engine_ended(lambda: ranks.forward([[5]], (), {}))
+
+
 # ---------------------------------------------------------------- options and settings
 
 
@@ -198,16 +219,6 @@ def test_a_store_remembers_what_changes_bits_and_nothing_else(
         file = write_run(tmp_path / f"run-{number}", Path(target.path), capture=capture)
         with open_run(file) as run:
             assert json.loads(run.provenance(REQUEST)).get("capture.options", {}) == more
-
-
-@pytest.mark.parametrize(
-    ("head", "model"), [("option", SglangOptions), ("under `capture.options`", ServerOptions)]
-)
-def test_the_readmes_table_of_options_has_each_and_no_other(head: str, model: Any) -> None:
-    text = (HERE / "README.md").read_text()
-    table = text.split(f"| {head} | default | meaning |\n")[1].split("\n\n")[0]
-    cells = "".join(line.split("|")[1] for line in table.splitlines())
-    assert set(re.findall(r"`(\w+)`", cells)) == model.model_fields.keys()
 
 
 def test_a_servers_settings_come_from_its_environment_and_none_without_a_sink(
