@@ -19,6 +19,11 @@ EXPORT = "draftcore.json"  # the manifest of an export
 STEPS = "step-" + 8 * "[0-9]"  # checkpoints' folders; one of another name is not ours
 
 
+def no_link(path: str | Path, flags: int) -> int:
+    """Open a file that is to be written; raises OSError for a link. For `opener` of `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_atomic(file: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old content or the new, whatever crashes."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +91,7 @@ def hold(file: Path, doing: str, remedy: str) -> int:
     Raises DraftcoreError, which says who is `doing` it, where another process holds the lock.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    fd = no_link(file, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
+from draftcore.files import no_link
 
 # Numerator and denominator of each metric, by name, and of each term of the loss, by number.
 Sums = dict[str | int, list[float]]
@@ -79,13 +80,13 @@ class MetricsLog:
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or not ours
                 if json.loads(line)["step"] <= step:
                     lines.append(f"{line}\n")
-        with open(file, "w") as stream:
+        with open(file, "w", opener=no_link) as stream:
             stream.writelines(lines)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line. Raises DraftcoreError where the disk is full."""
         try:
-            with open(self.file, "a") as stream:
+            with open(self.file, "a", opener=no_link) as stream:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
             raise DraftcoreError(

@@ -1,73 +1,125 @@
-"""An EAGLE-3 export, converted and loaded by speculators 0.9.0, computes what our draft computes.
+"""speculators 0.9.0 loads our exports, computes what our reader reads, and `verify` judges as it does.
 
 Run by `nox -s speculators`; the name keeps it from being collected with the other tests, because
 speculators is not installed with them. Everything on the other side is speculators' own: the
-converter for `midlayer.` folders, the model class, the alignment of tokens with features, the
-vocabulary mapping and the default layers.
+converter, the model classes, the alignment of tokens with features, the vocabulary mapping and the
+default layers. `verify` reads an export by conventions that were written down here; those of `vllm`
+are speculators' own. So that reader has to give speculators' logits, mistake and all. That it gives
+those of the trained draft where there is none, the suite of exports shows.
 
-Tolerance: both sides compute in fp32, in different orders (we split q/k/v into halves and use a
-fused softmax). That is rounding of some 1e-7 of the largest logit per operation, measured at most
-2e-6 in all after three steps. The limit is 1e-5; `speculators_verify_check` shows that a damaged export
-is off by 1e-3 at least. In bf16, where an operation rounds by 4e-3, three steps are measured at 1.1e-2.
+Tolerance: both sides compute in fp32, in different orders. That is rounding of some 1e-7 of the
+largest logit per operation, measured at most 2e-6 in all after three steps. The limit is 1e-5; a
+mistake is 100 times as large. In bf16, where an operation rounds by 4e-3, it is 1.1e-2.
 
-Three things its converter does not take from an export, found on the way:
+Three things its converter does not take from an export of EAGLE-3, found on the way:
 - captured layers: they are passed as an argument, in its convention, which is that of our
   top-level field (an output of layer i is called i+1);
-- the weights of `fc_norm`: it keeps the flag and drops the tensors, so `convert` puts them back;
+- the weights of `fc_norm`: it keeps the flag and drops the tensors, so `converted` puts them back;
 - `partial_rotary_factor`: such a draft is loaded with full rotation, and its logits are wrong.
+Not read alike, so not compared: `is_causal`, and windows, which speculators counts from a block's
+anchor and servers from each row; a missing tensor of EAGLE-3, for which it warns and draws random
+numbers. It knows no Domino.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from click.testing import CliRunner
+from draftcore_dflash.algorithm import DFlash
 from draftcore_eagle3.algorithm import Eagle3
-from draftcore_eagle3.loss import Rows
-from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_hf.target import TransformersTarget
+from draftcore_nn.served import Host, Round
 from draftcore_sdk.exports import ROPES, change, config_of
 from draftcore_sdk.targets import tiny_target
 from safetensors.torch import load_file, save_file
-from speculators import SpeculatorModel
+from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.convert import convert_model
-from speculators.models.eagle3 import Eagle3SpeculatorConfig
+from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.data import shift_batch
 from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 from torch import Tensor
 
-from draftcore.contracts.algorithm import DataSummary, Draft, Sample, SampleId
+from draftcore.cli import main
+from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.target import TargetSpec
+from draftcore.files import EXPORT, digest, read_sealed, write_sealed
 
-STEPS, LENGTHS = 3, (23, 14)
-LIMIT, HALF_LIMIT = 1e-5, 0.03
+STEPS, LIMIT = 3, 1e-5
+IDS = "eagle_aux_hidden_state_layer_ids"
 # 87 tokens were seen, in an order of frequency that is not that of their ids; 80 are kept.
 COUNTS = {(5 * index) % 259: 300 - index for index in range(87)}
 TOKENS = 80
+READERS: dict[str, Any] = {"eagle3": Eagle3(None), "dflash": DFlash(None)}
+BLOCKS = {"num_layers": 2, "block_size": 5, "layers": [1, 4]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
+    "dflash": BLOCKS,
+    "domino": {**BLOCKS, "gru_hidden_dim": 20, "emb_dim": 16},
+}
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
 class Exported(NamedTuple):
-    draft: Draft
-    target: TargetSpec
+    algorithm: str
     folder: Path
-
-    @property
-    def module(self) -> Eagle3Draft:
-        assert isinstance(self.draft.module, Eagle3Draft)
-        return self.draft.module
+    target: TargetSpec
 
     @property
     def config(self) -> dict[str, Any]:
         return config_of(self.folder)
 
+    def changed(self, edit: Edit, name: str) -> Exported:
+        """A copy beside it, as a writer with that mistake would have sealed it."""
+        folder = self.folder.with_name(f"export-{name.replace(' ', '-')}")
+        shutil.copytree(self.folder, folder)
+        change(folder, edit)
+        manifest = read_sealed(folder / EXPORT)
+        manifest["files"] = {name: digest(folder / name) for name in manifest["files"]}
+        write_sealed(folder / EXPORT, manifest)
+        return self._replace(folder=folder)
 
-def export(
+    def agrees(self) -> bool:
+        """What `draftcore verify` says: does the server compute the draft that was trained?"""
+        asked = ["verify", str(self.folder), "--target", self.target.path, "--json"]
+        result = CliRunner().invoke(main, [*asked, "--server", "vllm", "--device", "cpu"])
+        (verdict,) = json.loads(result.stdout)
+        assert result.exit_code == int(not verdict["agrees"]), result.output
+        return bool(verdict["agrees"])
+
+    def converted(self, layers: list[int] | None = None) -> Any:
+        """The model that speculators loads, after its own conversion."""
+        folder, options = self.folder.with_name(f"{self.folder.name}-converted"), {}
+        if self.algorithm == "eagle3":
+            options[IDS] = layers
+        convert_model(
+            model=str(self.folder), verifier=self.target.path, algorithm=self.algorithm,
+            output_path=str(folder), **options,
+        )  # fmt: skip
+        if self.algorithm == "eagle3":
+            tensors, original = (load_file(f / "model.safetensors") for f in (folder, self.folder))
+            dropped = {n for n in original if n.replace("midlayer.", "layers.0.") not in tensors}
+            assert dropped == {n for n in original if n.startswith("fc_norm.")}
+            whole = tensors | {n: original[n] for n in dropped}
+            save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+        config = SpeculatorModelConfig.from_pretrained(str(folder))
+        config.transformer_layer_config._attn_implementation = "eager"  # FlexAttention pads rows
+        return SpeculatorModel.from_pretrained(str(folder), config=config).eval()
+
+
+def made(
     folder: Path, shape: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any
 ) -> Exported:
-    """Export a draft with random weights, for a target of eight layers, through the hook."""
+    """Export a draft of EAGLE-3 with random weights, for a target of eight layers, through the hook."""
     path = tiny_target(folder / "target", num_hidden_layers=8, **shape)
 
     def cast(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -75,176 +127,258 @@ def export(
         tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
     change(path, cast)
-    target = TransformersTarget(str(path))
-    summary = DataSummary("", 1, 1, 1, 1, COUNTS)
+    target, summary = TransformersTarget(str(path)), DataSummary("", 1, 1, 1, 1, COUNTS)
     draft = Eagle3(Eagle3Options(ttt_length=STEPS, **options)).build_draft(target, summary)
     torch.manual_seed(4)
     for parameter in draft.module.parameters():  # norms are vectors about 1, and not equal
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
     Eagle3(Eagle3Options()).export_draft(draft, folder / "export", "serving")
-    return Exported(draft, target, folder / "export")
+    return Exported("eagle3", folder / "export", target)
 
 
-def convert(exported: Exported, layers: list[int] | None = None) -> Any:
-    """Convert with speculators and load the result with speculators."""
-    folder = exported.folder.with_name("converted")
-    convert_model(
-        model=str(exported.folder),
-        verifier=exported.target.path,
-        algorithm="eagle3",
-        output_path=str(folder),
-        eagle_aux_hidden_state_layer_ids=layers,
-    )
-    file = folder / "model.safetensors"
-    tensors, original = load_file(file), load_file(exported.folder / "model.safetensors")
-    dropped = {n for n in original if n.replace("midlayer.", "layers.0.") not in tensors}
-    assert dropped == {n for n in original if n.startswith("fc_norm.")}
-    save_file(tensors | {n: original[n] for n in dropped}, file, metadata={"format": "pt"})
-    config = Eagle3SpeculatorConfig.from_pretrained(str(folder))
-    config.transformer_layer_config._attn_implementation = "eager"  # FlexAttention pads to 128 rows
-    return SpeculatorModel.from_pretrained(str(folder), config=config).eval()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, make_project: Any) -> Callable[[str], Exported]:
+    """The export of a short run of each algorithm, trained once."""
+    folder = tmp_path_factory.mktemp("target")
+    target = tiny_target(folder, std=0.5, num_hidden_layers=8, head_dim=12)  # o_proj is square
+
+    @functools.cache
+    def make(algorithm: str) -> Exported:
+        choice = {"name": algorithm, "options": OPTIONS[algorithm]}
+        train = {"epochs": 2, "batch": 6, "lr": 0.01, "device": "cpu"}
+        folder = tmp_path_factory.mktemp(algorithm)
+        project = make_project(folder, target, algorithm=choice, train=train)
+        for verb in ("train", "export"):
+            project.cli(verb)
+        return Exported(algorithm, project.run / "export", TransformersTarget(str(target)))
+
+    return make
 
 
-def samples(exported: Exported) -> list[Sample]:
-    """Random token ids and captured states; the drafts' own layers, whatever they are."""
-    generator = torch.Generator().manual_seed(5)
-    names = [*(f"hidden.{i}" for i in exported.module.config.layers), "last_hidden"]
-    width, vocab = exported.module.config.hidden_size, exported.module.config.vocab_size
-    return [
-        Sample(
-            SampleId(str(length), 1),
-            torch.randint(vocab, (length,), generator=generator),
-            torch.ones(length, dtype=torch.bool),
-            # Layers of different size, so that their order matters with fc_norm too.
-            {
-                name: (1 + i) * torch.randn(length, width, generator=generator)
-                for i, name in enumerate(names)
-            },
-        )
-        for length in LENGTHS
-    ]
+# ---------------------------------------------------------------- logits of both sides
 
 
-@torch.no_grad()
-def our_logits(exported: Exported) -> list[Tensor]:
-    """Logits [N, U] of each step; N = all rows but each sample's last, sample after sample."""
-    batch = Eagle3(Eagle3Options(ttt_length=STEPS)).collate(samples(exported))
-    rows = Rows.of(batch.loss_mask_BT, STEPS)
-    return [exported.module.lm_head(x) for x in exported.module.unroll(batch, rows)]
-
-
-@torch.no_grad()
-def their_logits(exported: Exported, model: Any) -> list[Tensor]:
-    """The same from speculators, which packs samples into one row as documents."""
-    layers, parts = exported.module.config.layers, []
-    for index, sample in enumerate(samples(exported)):
-        length = len(sample.token_ids_T)
-        item = {
-            "input_ids": sample.token_ids_T,
-            "hidden_states": torch.cat([sample.features[f"hidden.{i}"] for i in layers], -1),
-            "verifier_last_hidden_states": sample.features["last_hidden"],
-            "loss_mask": sample.loss_mask_T,
-            "lengths": torch.tensor([length]),
-            "position_ids": torch.arange(length),
-        }
-        shifted = shift_batch(item)
-        parts.append(shifted | {"document_ids": torch.full_like(shifted["input_ids"], index)})
-    inputs = {
-        name: torch.cat([part[name] for part in parts])[None]
-        for name in ("input_ids", "hidden_states", "position_ids", "document_ids")
-    }
-    inputs["hidden_states"] = inputs["hidden_states"].to(model.dtype)
-    inputs["position_ids"] -= 1  # it counts rows from 1, we from 0; rotary positions are relative
+def through(model: Any, **inputs: Any) -> list[Tensor]:
+    """What the model's head gives in one forward of speculators' own."""
     logits: list[Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda _, __, out: logits.append(out[0].float()))
-    model(**inputs, ttt_steps=STEPS)
+    keep = lambda _, __, out: logits.append(out[0].float().clone())  # noqa: E731
+    hook = model.lm_head.register_forward_hook(keep)
+    with torch.no_grad():
+        model(**inputs)
     hook.remove()
     return logits
 
 
-def difference(exported: Exported, model: Any) -> float:
-    """The largest difference of logits at any row and step, as a part of the largest logit.
+def gap(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max())
 
-    Step k of row t reads token t+1+k; rows where the sample is over by then are left out.
+
+def eagle3_logits(model: Any, at: Round, drafts_K: Tensor) -> Tensor:
+    """Step k of the last row that the target read reads draft k - 1, and predicts draft k."""
+    length, last = len(at.tokens_T), at.tokens_T.new_tensor([at.last])
+    ids_T = torch.cat([at.tokens_T, last, drafts_K])
+    beyond = (0, 0, 0, len(ids_T) - length)
+    states_TH = torch.nn.functional.pad(torch.cat(at.hidden, -1), beyond)
+    shifted = shift_batch({
+        "input_ids": ids_T, "hidden_states": states_TH.to(model.dtype),
+        "verifier_last_hidden_states": states_TH, "lengths": torch.tensor([len(ids_T)]),
+        "loss_mask": torch.ones_like(ids_T, dtype=torch.bool),
+        "position_ids": torch.arange(len(ids_T)),
+    })  # fmt: skip
+    names = ("input_ids", "hidden_states", "position_ids")
+    inputs = {name: shifted[name][None] for name in names}
+    inputs["document_ids"] = torch.zeros_like(inputs["input_ids"])
+    steps = through(model, **inputs, ttt_steps=len(drafts_K) + 1)
+    return torch.stack([logits_NU[length - 1] for logits_NU in steps])
+
+
+def dflash_logits(model: Any, at: Round, drafts_K: Tensor) -> Tensor:
+    """One block, anchored at the last token; its context is all that the target read."""
+    length, total = len(at.tokens_T), len(at.tokens_T) + 1 + model.block_size
+    ids = torch.zeros(1, total, dtype=torch.long)
+    ids[0, :length], ids[0, length] = at.tokens_T, at.last
+    anchor = torch.zeros(1, total, dtype=torch.bool)
+    anchor[0, length] = True
+    joined = torch.nn.functional.pad(torch.cat(at.hidden, -1), (0, 0, 0, total - length))[None]
+    (logits_SV,) = through(
+        model, hidden_states=joined, input_ids=ids, loss_mask=anchor, max_anchors=1,
+        verifier_last_hidden_states=joined[..., : at.host.hidden_size],
+        document_ids=torch.zeros_like(ids),
+        loss_config=resolve_loss_config("ce", "eager"),  # its default wants Triton; unused here
+    )  # fmt: skip
+    return logits_SV[1 : len(drafts_K) + 2]
+
+
+LOGITS = {"eagle3": eagle3_logits, "dflash": dflash_logits}
+
+
+@functools.cache
+def both(exported: Exported, computed: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The logits of our reader and of speculators, [K + 1, U], over the tokens that both propose.
+
+    With weights as speculators loads them, rounded to the export's dtype; ours are `computed` in fp32.
     """
-    left_N = torch.cat([torch.arange(length - 1, 0, -1) for length in LENGTHS])
-    worst, pairs = 0.0, zip(our_logits(exported), their_logits(exported, model), strict=True)
-    for step, (ours_NU, theirs_NU) in enumerate(pairs):
-        assert ours_NU.shape == theirs_NU.shape == (len(left_N), model.draft_vocab_size)
-        ours, theirs = ours_NU[left_N > step], theirs_NU[left_N > step]
-        worst = max(worst, float((ours - theirs).abs().max() / ours.abs().max()))
-    return worst
+    reader: Any = READERS[exported.algorithm].read_export(exported.folder, "vllm")
+    model, host = exported.converted(exported.config.get(IDS)), Host.of(exported.target)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(model.dtype).float() if x.is_floating_point() else x
+
+    reader = replace(reader, tensors={name: rounded(x) for name, x in reader.tensors.items()})
+    layers = reader.captured(host)
+    assert [layer + 1 for layer in layers] == model.target_layer_ids
+    generator, length = torch.Generator().manual_seed(3), 17
+    tokens = torch.randint(host.vocab_size, (length + STEPS,), generator=generator)
+    # Layers of different size, so that their order matters with fc_norm too.
+    shape = length, host.hidden_size
+    hidden = [(1 + i) * torch.randn(shape, generator=generator) for i in range(len(layers))]
+    embedding, head = rounded(host.embedding_VH), rounded(host.head_VH)
+    seen = replace(host, embedding_VH=embedding, head_VH=head)
+    at = Round(seen, tokens[:length], int(tokens[length]), tuple(hidden), hidden[0])
+    drafts_K = tokens[length + 1 :]
+    theirs_KU = LOGITS[exported.algorithm](model.to(computed), at, drafts_K)
+    ours_KV = reader.logits(at, drafts_K)
+    ids_U = torch.arange(theirs_KU.shape[1])
+    if getattr(model, "d2t", None) is not None:
+        ids_U = ids_U + model.d2t
+    others = torch.ones(host.vocab_size, dtype=torch.bool).index_fill(0, ids_U, False)
+    assert bool((ours_KV[:, others] == -torch.inf).all())
+    return ours_KV[:, ids_U], theirs_KU
 
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 7e5, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+# ---------------------------------------------------------------- EAGLE-3 of many shapes
+
+LLAMA3 = {**ROPES["llama3"], "original_max_position_embeddings": 64}
+WIDE = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {"draft_vocab_size": TOKENS}),
-    "full vocabulary": ({}, {}),
-    "norm_output": ({}, {"draft_vocab_size": TOKENS, "norm_output": True}),
-    "fc_norm": ({}, {"draft_vocab_size": TOKENS, "fc_norm": True}),
-    "eagle 3.1": ({}, {"draft_vocab_size": TOKENS, "fc_norm": True, "norm_output": True}),
-    "square": ({"head_dim": 12}, {"draft_vocab_size": TOKENS}),
-    "llama3 rope": ({"rope_parameters": LLAMA3}, {"draft_vocab_size": TOKENS}),
-    "yarn": ({"rope_parameters": ROPES["yarn"]}, {"draft_vocab_size": TOKENS}),
-    "gpt-oss": ({"rope_parameters": ROPES["gpt-oss"]}, {"draft_vocab_size": TOKENS}),
-    "deepseek-v3": ({"rope_parameters": ROPES["deepseek-v3"]}, {"draft_vocab_size": TOKENS}),
-    "other shape": (
-        {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
-        {"draft_vocab_size": TOKENS, "intermediate_size": 96, "num_key_value_heads": 2},
-    ),
+    "plain": ({}, {}),
+    "full vocabulary": ({}, {"draft_vocab_size": None}),
+    "norm_output": ({}, {"norm_output": True}),
+    "fc_norm": ({}, {"fc_norm": True}),
+    "eagle 3.1": ({}, {"fc_norm": True, "norm_output": True}),
+    "square": ({"head_dim": 12}, {}),
+    "llama3 rope": ({"rope_parameters": LLAMA3}, {}),
+    **{n: ({"rope_parameters": ROPES[n]}, {}) for n in ("yarn", "gpt-oss", "deepseek-v3")},
+    "other shape": (WIDE, {"intermediate_size": 96, "num_key_value_heads": 2}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_converted_draft_computes_our_logits(case: str, tmp_path: Path) -> None:
+def test_the_converted_draft_computes_what_our_reader_does(case: str, tmp_path: Path) -> None:
     shape, options = CASES[case]
-    exported = export(tmp_path, shape, **options)
-    found = difference(exported, convert(exported))
-    print(f"{case}: logits differ by {found:.1e} of the largest")
-    assert found < LIMIT
+    exported = made(tmp_path, shape, **{"draft_vocab_size": TOKENS, **options})
+    assert gap(*both(exported)) < LIMIT
 
 
-def test_a_draft_of_a_bf16_target_is_loaded_in_bf16_and_nothing_but_rounded(tmp_path: Path) -> None:
-    exported = export(tmp_path, {}, torch.bfloat16, draft_vocab_size=TOKENS)
-    model = convert(exported)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    token_ids = exported.module.token_ids()
-    assert token_ids is not None
-    assert torch.equal(torch.arange(TOKENS) + model.d2t, token_ids)
-    found = difference(exported, model)
-    print(f"as it computes, in bf16: logits differ by {found:.1e} of the largest")
-    for parameter in exported.module.parameters():
-        parameter.data.copy_(parameter.data.bfloat16())
-    exact = difference(exported, model.float())
-    print(f"both in fp32, of rounded weights: {exact:.1e}")
-    assert exact < LIMIT
-    assert found < HALF_LIMIT
-
-
-def test_the_vocabulary_mapping_is_the_one_speculators_builds(tmp_path: Path) -> None:
-    exported = export(tmp_path, {}, draft_vocab_size=TOKENS)
-    model = convert(exported)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_loaded_in_the_targets_dtype_with_the_vocabulary_that_speculators_builds(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    exported = made(tmp_path, {}, dtype, draft_vocab_size=TOKENS)
+    model = exported.converted()
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     d2t, t2d = build_vocab_mappings_from_distribution(COUNTS, TOKENS, 259)
     assert torch.equal(model.d2t, d2t)
     assert torch.equal(model.t2d, t2d)
     # Draft token i means the target token whose row of the target's head is row i of its teacher.
     ids = torch.arange(TOKENS) + model.d2t
     assert torch.equal(model.verifier_lm_head.weight, exported.target.head()[ids])
-    token_ids = exported.module.token_ids()
-    assert token_ids is not None
-    assert torch.equal(ids, token_ids)
 
 
 def test_layer_ids_mean_the_same(tmp_path: Path) -> None:
     """Our default layers are its default layers, each called one more; others pass unchanged."""
-    usual = export(tmp_path / "usual", {})
-    assert usual.module.config.layers == (1, 3, 4)
+    usual = made(tmp_path / "usual", {})
     with pytest.warns(UserWarning, match=r"Setting target layers to \[2, 4, 5\]"):
-        model = convert(usual)
-    assert model.target_layer_ids == usual.config["eagle_aux_hidden_state_layer_ids"]
-    chosen = export(tmp_path / "chosen", {}, layers=[0, 2, 6])
-    model = convert(chosen, chosen.config["eagle_aux_hidden_state_layer_ids"])
-    assert model.target_layer_ids == [1, 3, 7]
+        model = usual.converted()
+    assert model.target_layer_ids == usual.config[IDS] == [2, 4, 5]
+    chosen = made(tmp_path / "chosen", {}, layers=[0, 2, 6])
+    assert chosen.converted(chosen.config[IDS]).target_layer_ids == [1, 3, 7]
+
+
+# ---------------------------------------------------------------- what `verify` says
+
+
+def theta(config: dict[str, Any], _: dict[str, Tensor]) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 100.0
+
+
+def turn(name: str) -> Edit:
+    return lambda _, tensors: tensors.update({name: tensors[name].T})
+
+
+def put(**fields: Any) -> Edit:
+    return lambda config, _: config.update(fields)
+
+
+def nested(**fields: Any) -> Edit:
+    return lambda config, _: config["dflash_config"].update(fields)
+
+
+MISTAKES: dict[str, Edit] = {
+    "eagle3, norm_output": put(norm_output=True),
+    "eagle3, theta": theta,
+    "eagle3, eps": put(rms_norm_eps=0.5),
+    "dflash, theta": theta,
+    "dflash, eps": put(rms_norm_eps=0.5),
+    "dflash, mask token": nested(mask_token_id=100),
+}
+
+
+@pytest.mark.parametrize("algorithm", READERS)
+def test_a_clean_export_is_read_alike_and_verified(algorithm: str, runs: Any) -> None:
+    assert gap(*both(exported := runs(algorithm))) < LIMIT
+    assert exported.agrees()
+
+
+def test_an_export_for_a_bf16_target_is_loaded_in_bf16_and_read_alike(runs: Any) -> None:
+    """Of EAGLE-3, that is: it loads DFlash in fp32, whatever the export says."""
+    half = runs("eagle3").changed(put(dtype="bfloat16", torch_dtype="bfloat16"), "bf16")
+    assert half.converted(half.config[IDS]).dtype == torch.bfloat16
+    (ours, theirs), (_, clean) = both(half), both(runs("eagle3"))
+    assert gap(ours, theirs) < LIMIT
+    assert LIMIT < gap(clean, theirs) < 6e-3
+    assert gap(*both(half, torch.bfloat16)) < 0.03
+    assert half.agrees()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_read_alike_and_not_verified(mistake: str, runs: Any) -> None:
+    exported = runs(mistake.partition(",")[0])
+    damaged = exported.changed(MISTAKES[mistake], mistake)
+    (ours, theirs), (_, clean) = both(damaged), both(exported)
+    assert gap(ours, theirs) < LIMIT
+    assert gap(clean, theirs) > 100 * LIMIT
+    assert not damaged.agrees()
+
+
+REFUSED: dict[str, Edit] = {
+    "eagle3, head transposed": turn("lm_head.weight"),
+    "dflash, fc transposed": turn("fc.weight"),
+    "dflash, no norm": lambda _, tensors: tensors.pop("layers.1.self_attn.k_norm.weight"),
+    "dflash, no block size": lambda config, _: (
+        config.pop("block_size", None), config["dflash_config"].pop("block_size", None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_speculators_refuses_is_not_verified(mistake: str, runs: Any) -> None:
+    damaged = runs(mistake.partition(",")[0]).changed(REFUSED[mistake], mistake)
+    with pytest.raises((ValueError, RuntimeError)):
+        damaged.converted(damaged.config.get(IDS))
+    assert not damaged.agrees()
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_layer_ids_in_the_other_convention_are_not_verified(shift: int, runs: Any) -> None:
+    """speculators takes them as they stand, as vLLM does: other layers than those trained on."""
+    exported = runs("dflash")
+    trained = exported.converted().target_layer_ids
+    ids = [layer + shift for layer in exported.config["dflash_config"]["target_layer_ids"]]
+    damaged = exported.changed(nested(target_layer_ids=ids), f"shift-{shift}")
+    assert damaged.converted().target_layer_ids == [layer + shift for layer in trained]
+    assert not damaged.agrees()
+
+
+def test_a_domino_export_is_refused_rather_than_loaded_without_its_head(runs: Any) -> None:
+    with pytest.raises(ValueError, match="prefix_gru"):
+        runs("domino")._replace(algorithm="dflash").converted()

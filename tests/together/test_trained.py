@@ -100,14 +100,22 @@ def test_prompts_are_what_they_are_said_to_be(project: Project) -> None:
     assert "pipe.jsonl" in project.cli("eval", f"data.eval={pipe}", ok=False).output
 
 
-def test_a_plot_is_written_over_a_link_and_not_through_it(project: Project) -> None:
-    project.cli("train", "train.max_steps=2", "store=auto")
+def test_nothing_is_written_through_a_link_in_a_runs_folder(project: Project) -> None:
     (victim := project.folder / "victim").write_text("mine")
+    train = "train", "train.max_steps=2", "store=auto"
+    for name in (".lock", "data/train/lock", "data/train/rows.partial", "metrics.jsonl"):
+        (link := project.run / name).parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(victim)
+        said = project.cli(*train, ok=False)
+        assert (said.exit_code, name in said.output) == (1, True), said.output
+        link.unlink()
+    project.cli(*train)
     (project.run / "eval").mkdir()
-    (project.run / "eval" / "acceptance.png").symlink_to(victim)
+    (plot := project.run / "eval" / "acceptance.png").symlink_to(victim)
     project.cli("eval")
     assert victim.read_text() == "mine"
-    assert (project.run / "eval" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_that_has_nothing_to_learn_ends_with_its_first_step(

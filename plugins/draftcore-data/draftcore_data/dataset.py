@@ -31,7 +31,7 @@ from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.contracts.run import Prompts
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import digest, read_sealed, sync, write_sealed
+from draftcore.files import digest, no_link, read_sealed, sync, write_sealed
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered
 from draftcore_data.options import DataOptions, Sources
 from draftcore_data.parallel import render_all, report_progress
@@ -178,7 +178,7 @@ def build_dataset(
     source = open_source(sources, find)
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
-    with open(folder / "lock", "a") as lock:
+    with open(folder / "lock", "a", opener=no_link) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
         settings = options.model_dump_json(exclude={"train", "eval", "chat_template"})
@@ -253,7 +253,7 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
     hashes: list[bytes] = []
     images: list[tuple[int, tuple[Image, ...]]] = []
     counts: Counter[int] = Counter()
-    with open(file, "wb") as output:
+    with open(file, "wb", opener=no_link) as output:
         for row in rows:
             tokens = np.empty(len(row.token_ids), TOKEN)
             tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask

@@ -570,6 +570,14 @@ class SharedModel:
     """
 
     def __init__(self, spec: TransformersTarget) -> None:
+        device = resolve_device(spec.device)
+        cuda, first = device.type == "cuda", device.index or 0
+        here = torch.cuda.device_count() - first if cuda else os.cpu_count() or 1
+        if spec.devices > here:
+            raise UsageError(
+                f"target.tensor_parallel is {spec.devices}, and from {device} on there are {here} "
+                f"{'devices' if cuda else 'cores'}\n  set target.tensor_parallel to {here} at most"
+            )
         self.spec, self.dtype = spec, spec.dtype
         self.device = torch.device("cpu")  # where it takes tokens
         self.parts = dict[int, ProcessPoolExecutor]()  # by process id

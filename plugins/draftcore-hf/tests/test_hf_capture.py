@@ -1,10 +1,12 @@
 """Capture `hf`: the conformance suite, on one device and on two that share the target, and what is
 refused when it is opened."""
 
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import ALL, CaptureSuite, OpenCapture, capture_target
@@ -59,6 +61,21 @@ class TestSharedByTwoDevices(CaptureSuite):
     def test_decoding_is_refused_with_a_remedy(self, target: TransformersTarget) -> None:
         with pytest.raises(UsageError, match=r"'allocate' needs it on one\n.*tensor_parallel=1"):
             target.load_model().allocate(1, 8)
+
+
+def test_more_devices_than_there_are_are_refused_before_a_process_starts(
+    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("draftcore_hf.target.resolve_device", torch.device)
+    for device, there in (("cpu", "cores"), ("cuda:1", "devices")):
+        shared = {"device": device, "tensor_parallel": 4}
+        with pytest.raises(UsageError, match=f"is 4, and from {device} on there are 3 {there}"):
+            TransformersTarget(str(target_folder), **shared).load_model()
+        shared["tensor_parallel"] = 3
+        TransformersTarget(str(target_folder), **shared).load_model()
+    assert not active_children()
 
 
 @pytest.mark.parametrize(

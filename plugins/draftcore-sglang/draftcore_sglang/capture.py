@@ -9,6 +9,7 @@ Shape letters: T tokens of a prompt, H width.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -127,15 +128,20 @@ class SglangCapture:
 
 
 def settings_of(target: TargetSpec, options: SglangOptions) -> Settings:
-    """Return what sglang runs this target with."""
+    """Return what sglang runs this target with. Raises UsageError for more devices than there are."""
+    device = resolve_device(target.device)
+    cuda, first = device.type == "cuda", device.index or 0
+    here = torch.cuda.device_count() - first if cuda else os.cpu_count() or 1
+    if options.tp > here:
+        raise UsageError(
+            f"capture.options.tp is {options.tp}, and from {device} on there are {here} "
+            f"{'devices' if cuda else 'cores'}\n  set capture.options.tp to {here} at most"
+        )
     positions = getattr(target.text_config, "max_position_embeddings", None)
     return Settings(
-        path=target.path,
-        revision=target.revision,
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=str(resolve_device(target.device)),
-        tp=options.tp,
-        max_tokens=options.max_tokens,
+        path=target.path, revision=target.revision,
+        dtype=str(target.dtype).removeprefix("torch."), device=str(device),
+        tp=options.tp, max_tokens=options.max_tokens,
         context=min(options.max_tokens, positions or options.max_tokens),
         args=json.dumps(options.args, sort_keys=True),
-    )
+    )  # fmt: skip

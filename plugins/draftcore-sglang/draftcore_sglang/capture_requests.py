@@ -63,12 +63,9 @@ class CaptureRequests:
     """
 
     def __init__(
-        self,
-        staging: Staging | None,
-        about: Mapping[str, Any],
-        names: Sequence[str],
+        self, staging: Staging | None, about: Mapping[str, Any], names: Sequence[str],
         problem: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.about, self.names, self.problem = about, frozenset(names), problem
         self._staging = staging
         self.held: dict[str, Any] = {}  # request id: what the caller keeps for it

@@ -131,11 +131,8 @@ class ServerCapture:
         reached = bool(sink) and place(str(sink)) == place(store.uri)
         if sink and not reached and not self._warned:
             self._warned = True
-            logger.warning(
-                "features pass through this process: the servers' store is %s, the run's %s",
-                sink,
-                store.uri,
-            )
+            through = "features pass through this process: the servers' store is %s, the run's %s"
+            logger.warning(through, sink, store.uri)
         return reached
 
     def deliver(
@@ -290,15 +287,12 @@ class ServerCapture:
     def _explained(self, refusal: Refusal, batch: CaptureBatch, at: int) -> DraftcoreError:
         row = f"dataset row {batch.rows[at]} (sample {batch.ids[at]})"
         if refusal.kind == FULL:
+            each = self.request.token_bytes(int(self.target.text_config.hidden_size))
             return StoreFull(
-                self._sink or "",
-                needed=len(batch.token_ids[at])
-                * self.request.token_bytes(int(self.target.text_config.hidden_size)),
-                samples=1,
-                free=0,
+                self._sink or "", needed=len(batch.token_ids[at]) * each, samples=1, free=0,
                 limit="its bytes, as the server says",
                 remedy="free samples, or raise max_bytes in the store's URI",
-            )
+            )  # fmt: skip
         if refusal.kind == AWAY:
             return StoreAway(str(refusal))
         if refusal.kind == NOT_FINITE:

@@ -162,14 +162,10 @@ def wire_row(algorithm: Algorithm, shape: DraftShape) -> tuple[RowField, ...]:
 
 
 def first_draft_input(
-    algorithm: Algorithm,
-    arrivals: Arrivals,
-    last_tokens_B: Tensor,
-    future_map: Relay,
-    shape: DraftShape,
-    convert: Callable[[DraftInput], T],
+    algorithm: Algorithm, arrivals: Arrivals, last_tokens_B: Tensor, future_map: Relay,
+    shape: DraftShape, convert: Callable[[DraftInput], T],
     relayed: Callable[[T], Any] = lambda made: made,
-) -> T:
+) -> T:  # fmt: skip
     """Return the first draft input of a batch, as `convert` makes it of the algorithm's.
 
     With overlap the lengths are published and what is `relayed` of the input is stashed, in this order,

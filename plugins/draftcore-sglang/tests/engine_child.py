@@ -12,17 +12,12 @@ from sglang_on_cpu import ARGUMENTS
 
 mend_torchvision()  # in each process: children import this file before sglang
 DECODE = {
-    "speculative_algorithm": "IDLE",
-    "speculative_num_draft_tokens": 1,
-    "speculative_num_steps": 1,
-    "speculative_eagle_topk": 1,
-    "disable_radix_cache": True,
-    "chunked_prefill_size": -1,
-    "log_level": "error",
-    "disaggregation_mode": "decode",
+    "speculative_algorithm": "IDLE", "speculative_num_draft_tokens": 1, "speculative_num_steps": 1,
+    "speculative_eagle_topk": 1, "disable_radix_cache": True, "chunked_prefill_size": -1,
+    "log_level": "error", "disaggregation_mode": "decode",
     "disaggregation_transfer_backend": "fake",
     "disaggregation_decode_retraction_backup": "cpu_tensor",
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     import sglang

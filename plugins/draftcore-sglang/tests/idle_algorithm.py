@@ -12,28 +12,13 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.serving import DisaggBatch, DraftInput
 
-CAPABILITIES = {"disagg", "sglang:idle_worker:IdleWorker"}
-
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("algorithm", "idle", frozenset(CAPABILITIES))]
+    return [Offer("algorithm", "idle", frozenset({"disagg", "sglang:idle_worker:IdleWorker"}))]
 
 
-@hookimpl
-def feature_request(target: Any, options: Any) -> Any: ...
-
-
-@hookimpl
-def build_draft(target: Any, data: Any, options: Any) -> Any: ...
-
-
-@hookimpl
-def collate(samples: Any, options: Any) -> Any: ...
-
-
-@hookimpl
-def forward_loss(draft: Any, batch: Any, context: Any) -> Any: ...
+feature_request, build_draft, collate, forward_loss = (hookimpl(lambda: None) for _ in range(4))
 
 
 @hookimpl

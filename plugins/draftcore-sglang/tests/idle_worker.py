@@ -35,13 +35,10 @@ class IdleWorker(BaseSpecWorker):
             on_publish(lengths_B)
         tokens_B = result.next_token_ids.to(torch.int64)
         none = torch.zeros(len(tokens_B), 0)
-        return GenerationBatchResult(
-            logits_output=result.logits_output,
-            next_token_ids=tokens_B,
-            accept_lens=accepted_B,
-            new_seq_lens=lengths_B,
-            next_draft_input=EagleDraftInput(
-                topk_p=none, topk_index=none.long(), hidden_states=none, bonus_tokens=tokens_B
-            ),
-            speculative_num_draft_tokens=1,
+        drafted = EagleDraftInput(
+            topk_p=none, topk_index=none.long(), hidden_states=none, bonus_tokens=tokens_B
         )
+        return GenerationBatchResult(
+            logits_output=result.logits_output, next_token_ids=tokens_B, accept_lens=accepted_B,
+            new_seq_lens=lengths_B, next_draft_input=drafted, speculative_num_draft_tokens=1,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Capture requests and their staging memory, without sglang: joined, refused, held and answered."""
+"""What a server does with captures, without sglang: joined, staged, written, refused, held, answered."""
 
 import re
 import signal
@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,23 +15,33 @@ from draftcore_sglang.capture_requests import CaptureRequests, Slice
 from draftcore_sglang.internals.server import ServerHooks
 from draftcore_sglang.staging import Staging
 from draftcore_sglang.wire import Ask, digest, pack
-from draftcore_sglang.writer import Receipt
+from draftcore_sglang.writer import LARGEST, Job, Place, Receipt, Writer
 from draftcore_shm.store import ShmStore
 from torch import Tensor
 
-ASK = Ask("ab" * 12, ("hidden.1",), "float32", "p", {})
+from draftcore import load_plugins
+from draftcore.contracts.store import StoreItem
+
+SAMPLE, OTHER, BYTES = "ab" * 12, "cd" * 12, 4 << 20
+ASK = Ask(SAMPLE, ("hidden.1",), "float32", "p", {})
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[ShmStore]:
-    store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={4 << 20}")
+def opened() -> Iterator[ShmStore]:
+    store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={BYTES}")
     yield store
     store.close()
 
 
+@pytest.fixture
+def store(opened: ShmStore) -> Iterator[ShmStore]:
+    yield opened
+    opened.free(opened.lookup([SAMPLE, OTHER, *map(sample, range(6))]).values())
+
+
 @pytest.fixture(scope="module")
-def staging(store: ShmStore) -> Iterator[Staging]:
-    staging = Staging(store.uri, max_bytes=1 << 20)
+def staging(opened: ShmStore) -> Iterator[Staging]:
+    staging = Staging(opened.uri, max_bytes=1 << 20)
     yield staging
     staging.close()
 
@@ -39,36 +50,24 @@ def staging(store: ShmStore) -> Iterator[Staging]:
 def requests(staging: Staging, store: ShmStore) -> Iterator[CaptureRequests]:
     yield CaptureRequests(staging, {"version": 1}, ("hidden.1", "last_hidden"))
     assert staging.held_bytes == 0
-    store.free(store.lookup([ASK.sample, *map(sample, range(6))]).values())
 
 
 def sample(number: int) -> str:
     return f"{number:02d}" * 12
 
 
-def share(
-    start: int = 0,
-    rows: int = 3,
-    prompt: int = 3,
-    *,
-    rid: str = "rid",
-    first: int = 0,
-    last: bool = True,
-    ask: Ask = ASK,
-    new_tokens: int = 1,
-) -> Slice:
-    tokens = list(range(prompt))
-    return Slice(rid, ask.to_json(), prompt, start, first, rows, last, new_tokens, tokens)
+def share(start: int = 0, rows: int = 3, prompt: int = 3, ask: Ask = ASK, **more: Any) -> Slice:
+    usual = Slice("rid", ask.to_json(), prompt, start, 0, rows, True, 1, range(prompt))
+    return replace(usual, **more)
 
 
-def several(count: int, rows: int, step: int, *, first: int = 0, ask: Ask = ASK) -> list[Slice]:
+def several(
+    count: int, rows: int, step: int, first: int = 0, dtype: str = "float32"
+) -> list[Slice]:
     """Shares of one forward, each of another sample: rid0, rid1 and so on, every `step` rows."""
-    return [
-        share(
-            0, rows, rows, rid=f"rid{n}", first=first + step * n, ask=replace(ask, sample=sample(n))
-        )
-        for n in range(count)
-    ]
+    asks = [replace(ASK, sample=sample(n), dtype=dtype) for n in range(count)]
+    numbered = enumerate(asks)
+    return [share(0, rows, rows, a, rid=f"rid{n}", first=first + step * n) for n, a in numbered]
 
 
 def states(rows: int, value: float = 0.0, width: int = 4) -> dict[str, Tensor]:
@@ -108,12 +107,13 @@ def test_a_request_is_held_until_its_sample_is_stored(
     assert take(requests, share(ask=replace(ASK, read=read)), states(3)) is None
     assert "rid" in requests.held
     receipt = receipts_of(requests)["rid"]
-    assert store.lookup([ASK.sample])[ASK.sample].to_json() == receipt["ref"]
+    assert store.lookup([SAMPLE])[SAMPLE].to_json() == receipt["ref"]
 
 
 def test_a_writer_that_dies_fails_what_it_had_and_the_next_one_goes_on(
     requests: CaptureRequests,
 ) -> None:
+    """Also where the next forward comes before anybody looked; what was answered is not lost."""
     requests.staging.writer.process.send_signal(signal.SIGSTOP)
     take(requests, share(), states(3))
     requests.staging.writer.process.kill()
@@ -121,12 +121,6 @@ def test_a_writer_that_dies_fails_what_it_had_and_the_next_one_goes_on(
     assert receipts_of(requests)["rid"] == {"error": "failed", "reason": reason}
     take(requests, share(), states(3))
     assert "ref" in receipts_of(requests)["rid"]
-
-
-def test_what_a_dead_writer_had_is_answered_also_after_the_next_one_began(
-    requests: CaptureRequests,
-) -> None:
-    """The next forward comes before anybody looked for answers; one that was sent is not lost."""
     shares, writer = several(3, 3, 0), requests.staging.writer
     take(requests, shares[0], states(3))
     while not writer.has_answered:
@@ -148,7 +142,7 @@ def test_chunks_are_put_together_in_order(requests: CaptureRequests, store: ShmS
     take(requests, share(4, 4, 9, first=2, last=False), states(6, 2.0))
     take(requests, share(8, 1, 9), states(1, 3.0))
     receipts_of(requests)
-    assert rows_of(store, ASK.sample) == [1.0] * 4 + [2.0] * 4 + [3.0]
+    assert rows_of(store, SAMPLE) == [1.0] * 4 + [2.0] * 4 + [3.0]
 
 
 @pytest.mark.parametrize(
@@ -167,23 +161,20 @@ def test_chunks_are_put_together_in_order(requests: CaptureRequests, store: ShmS
 def test_what_would_be_short_or_cannot_be_taken_is_refused(
     requests: CaptureRequests, part: Slice, given: Any, kind: str, reason: str
 ) -> None:
-    receipt = take(requests, part, given)
-    assert receipt is not None
-    assert receipt["error"] == kind
+    receipt = take(requests, part, given) or {}
+    assert (receipt["error"], not requests.held) == (kind, True)
     assert re.search(reason, receipt["reason"])
-    assert not requests.held
 
 
 def test_a_prompt_with_a_gap_is_refused_and_gives_its_rows_back(requests: CaptureRequests) -> None:
     take(requests, share(0, 2, 9, last=False), states(2))
-    receipt = take(requests, share(3, 2, 9, last=False), states(2))
-    assert receipt is not None
-    assert receipt["error"] == "short"
-    assert requests.staging.held_bytes == 0
+    receipt = take(requests, share(3, 2, 9, last=False), states(2)) or {}
+    assert (receipt["error"], requests.staging.held_bytes) == ("short", 0)
 
 
-def test_no_exception_leaves_a_hook(caplog: pytest.LogCaptureFixture) -> None:
-    """It would end the server."""
+def test_no_exception_leaves_a_hook_where_it_would_end_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     hooks = ServerHooks("shm:x", (1,), 1)
     hooks.requests = CaptureRequests(None, {}, ())
     seen: list[Any] = []
@@ -194,10 +185,20 @@ def test_no_exception_leaves_a_hook(caplog: pytest.LogCaptureFixture) -> None:
     assert "kept no states of a forward" in caplog.text
 
 
-def test_tensors_beside_must_have_a_row_for_each_token(requests: CaptureRequests) -> None:
-    beside = {"loss_mask": pack(torch.ones(2, dtype=torch.bool))}
-    take(requests, share(ask=replace(ASK, beside=beside)), states(3))
-    assert receipts_of(requests)["rid"]["reason"] == "2 rows of 'loss_mask' for 3 tokens"
+@pytest.mark.parametrize(
+    ("packed", "kind", "reason"),
+    [
+        (pack(torch.ones(2, dtype=torch.bool)), "refused", "2 rows of 'loss_mask' for 3 tokens"),
+        (("bool", "*not base64*"), "failed", "Error: "),
+    ],
+)
+def test_tensors_beside_must_be_such_and_have_a_row_for_each_token(
+    requests: CaptureRequests, store: ShmStore, packed: tuple[str, str], kind: str, reason: str
+) -> None:
+    take(requests, share(ask=replace(ASK, beside={"loss_mask": packed})), states(3))
+    receipt = receipts_of(requests)["rid"]
+    assert (receipt["error"], store.lookup([SAMPLE])) == (kind, {})
+    assert reason in receipt["reason"]
 
 
 def test_requests_of_one_forward_share_its_copy(requests: CaptureRequests, store: ShmStore) -> None:
@@ -254,20 +255,122 @@ def test_the_writer_ends_with_its_server(staging: Staging) -> None:
     assert staging.writer.process.wait(60) == 0
 
 
+# ---------------------------------------------------------------- the writer, in this process
+
+
+@pytest.fixture
+def writer(store: ShmStore) -> Iterator[Writer]:
+    writer = Writer(store.uri, torch.zeros(1 << 16, dtype=torch.uint8))
+    yield writer
+    writer.close()
+
+
+def job(writer: Writer, states_TH: Tensor, at: int = 0, **ask: Any) -> Job:
+    """A job whose states lie in the writer's memory from byte `at` on."""
+    place = Place(at, *states_TH.shape, states_TH.dtype)
+    place.of(writer.memory).copy_(states_TH)
+    asked = replace(ASK, **ask)
+    return Job(asked.sample, asked, len(states_TH), [{"hidden.1": place}])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "stored"),
+    [
+        (float("nan"), torch.float32, "float32"),
+        (float("inf"), torch.bfloat16, "bfloat16"),
+        (float("-inf"), torch.float16, "float16"),
+        (1e6, torch.float32, "float16"),
+    ],
+)
+def test_one_number_that_is_not_finite_as_it_is_stored_is_noticed_and_spoils_no_other_sample(
+    writer: Writer, value: float, dtype: torch.dtype, stored: str
+) -> None:
+    states_TH = torch.randn(33, 65).to(dtype)
+    states_TH[17, 29] = value
+    other = job(writer, torch.zeros(3, 4), 32 << 10, sample=OTHER)
+    receipts = writer.write([job(writer, states_TH, dtype=stored), other])
+    assert receipts[SAMPLE]["error"] == "not-finite"
+    assert "hidden.1" in receipts[SAMPLE]["reason"]
+    assert "ref" in receipts[OTHER]
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype", "looked"),
+    [(2.0, "float32", False), (1e6, "float32", False), (1e6, "float16", True)]
+    + [(value, "float32", True) for value in (float("inf"), float("nan"))],
+)
+def test_what_a_device_found_finite_in_the_stored_type_is_not_looked_at_again(
+    writer: Writer, largest: float, dtype: str, looked: bool
+) -> None:
+    """And where it found something, what has it is told from what shared a forward with it."""
+    holds_nan = job(writer, torch.full((3, 4), torch.nan), dtype=dtype)
+    clean = job(writer, torch.zeros(3, 4), 4096, sample=OTHER, dtype=dtype)
+    found = Place(8192, 1, 1, torch.float32)
+    found.of(writer.memory).fill_(largest)
+    jobs = [replace(one, parts=[{**one.parts[0], LARGEST: found}]) for one in (holds_nan, clean)]
+    receipts = writer.write(jobs)
+    assert ("error" in receipts[SAMPLE], "ref" in receipts[OTHER]) == (looked, True)
+
+
+def test_a_full_store_is_said_to_be_full(writer: Writer, store: ShmStore) -> None:
+    length = (BYTES >> 2) - 4096
+    ballast = store.put(StoreItem(OTHER, {"x": torch.zeros(length)}, length))
+    wide = job(writer, torch.zeros(3, 4000))
+    assert writer.write([wide])[SAMPLE]["error"] == "full"
+    store.free([ballast])
+    assert "ref" in writer.write([wide])[SAMPLE]
+
+
+ONE_PROCESS = """
+from draftcore import hookimpl
+from draftcore.contracts.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("store", "only-here")]
+
+@hookimpl
+def feature_store(name): ...
+"""
+
+
+def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "store_of_one_process.py"
+    file.write_text(ONE_PROCESS)
+    registry = load_plugins(files=[file])
+    monkeypatch.setattr("draftcore_sglang.writer.load_plugins", lambda: registry)
+    for uri, reason in {"nosuch:x": "no store 'nosuch'", "only-here:x": "in one process"}.items():
+        writer = Writer(uri, torch.zeros(1 << 10, dtype=torch.uint8))
+        assert reason in writer.write([job(writer, torch.zeros(3, 4))])[SAMPLE]["reason"]
+
+
+def test_what_a_dead_client_did_not_read_is_freed(
+    writer: Writer, store: ShmStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftcore_sglang.writer.LENT", 0.0)
+    writer.write([job(writer, torch.zeros(3, 4), sample=OTHER, lent=True)])
+    assert store.lookup([OTHER])
+    writer.write([job(writer, torch.zeros(3, 4))])
+    assert not store.lookup([OTHER])
+
+
+# ---------------------------------------------------------------- on a device
+
+
 @pytest.fixture
 def on_cuda(store: ShmStore) -> Iterator[CaptureRequests]:
     staging = Staging(store.uri, 64 << 20, "cuda")
     yield CaptureRequests(staging, {}, ("hidden.1", "last_hidden"))
     assert staging.held_bytes == 0
     staging.close()
-    store.free(store.lookup([ASK.sample]).values())
 
 
 @pytest.mark.gpu
 def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
     on_cuda: CaptureRequests, store: ShmStore
 ) -> None:
-    ask = replace(ASK, dtype="bfloat16")
     values_TH = torch.randn(512, 1024, device="cuda").bfloat16()
     for seconds in (0, 1):  # the first time loads the kernels, which waits
         hidden_TH = torch.zeros_like(values_TH).fill_(7)
@@ -278,12 +381,13 @@ def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
         ready.record()
         began = time.monotonic()
         states = {"hidden.1": hidden_TH, "last_hidden": hidden_TH}
-        assert take(on_cuda, share(0, 512, 512, ask=ask), states, ready) is None
+        asked = share(0, 512, 512, replace(ASK, dtype="bfloat16"))
+        assert take(on_cuda, asked, states, ready) is None
         del hidden_TH, states
         torch.zeros_like(values_TH).fill_(7)  # takes the memory, were it free already
         launched, there = time.monotonic() - began, ready.query()
         assert "ref" in receipts_of(on_cuda)["rid"]
-        with store.get(store.lookup([ASK.sample])[ASK.sample]) as handle:
+        with store.get(store.lookup([SAMPLE])[SAMPLE]) as handle:
             assert handle.tensors["hidden.1"].equal(values_TH.cpu())
     assert launched < 0.2
     assert not there
@@ -294,11 +398,11 @@ def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
 def test_on_a_device_too_one_request_that_is_not_finite_spoils_no_other(
     on_cuda: CaptureRequests, store: ShmStore, value: float
 ) -> None:
-    shares = several(2, 3, 3, ask=replace(ASK, dtype="bfloat16"))
     hidden_TH = torch.randn(6, 4, device="cuda").bfloat16()
     for kinds in (["stored", "stored"], ["not-finite", "stored"]):
         ready = torch.cuda.Event()
         ready.record()
+        shares = several(2, 3, 3, dtype="bfloat16")
         assert on_cuda.take(shares, {"hidden.1": hidden_TH}, ready) == {}
         found = receipts_of(on_cuda, 2).values()
         assert sorted(receipt.get("error", "stored") for receipt in found) == kinds

@@ -25,7 +25,7 @@ from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.client import KEY, Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture
-from draftcore_sglang.wire import FIELD, VERSION, digest
+from draftcore_sglang.wire import FIELD, VERSION, Refusal, digest
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, FeatureRequest, Image
 from draftcore.contracts.run import RunEnded
@@ -79,13 +79,9 @@ def serve() -> Iterator[Serve]:
         server.http.server_close()
 
 
-def servers(
-    *urls: str,
-    patience: float = 5.0,
-    in_flight: int = 4,
-    look: Callable[[Server], Any] = lambda server: "fits",
-) -> Servers:
-    return Servers(urls, in_flight, patience, look)
+def servers(*asked: LittleServer, **given: Any) -> Servers:
+    usual = {"in_flight": 4, "patience": 5.0, "look": lambda server: "fits"}
+    return Servers([server.url for server in asked], **usual | given)
 
 
 def post(server: Server) -> Any:
@@ -93,23 +89,22 @@ def post(server: Server) -> Any:
 
 
 def test_a_server_that_fails_or_no_longer_fits_rests_while_others_serve(serve: Serve) -> None:
-    bad, good = serve(500), serve({"ok": 1})
-    pool = servers(bad.url, good.url)
+    bad, good, other = serve(500), serve({"ok": 1}), serve({"other": 1})
+    pool = servers(bad, good)
     assert [pool.ask(post) for _ in range(6)] == [{"ok": 1}] * 6
     assert len(bad.asked) == 1
-    other = serve({"other": 1})
 
     def look(server: Server) -> str:
         if server.url == good.url:
             raise UsageError("another model")
         return "fits"
 
-    assert servers(good.url, other.url, look=look).ask(post) == {"other": 1}
+    assert servers(good, other, look=look).ask(post) == {"other": 1}
 
 
 def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve: Serve) -> None:
     server, looked = serve(503), list[Server]()
-    pool = servers(server.url, look=lambda one: looked.append(one) or "fits")
+    pool = servers(server, look=lambda one: looked.append(one) or "fits")
     threading.Timer(0.5, lambda: setattr(server, "answer", {"ok": 1})).start()
     assert pool.ask(post) == {"ok": 1}
     assert 2 < len(server.asked) < 6  # not in a tight loop
@@ -122,7 +117,7 @@ def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve: Serve
 def test_patience_or_closing_ends_a_wait(serve: Serve, ends: str) -> None:
     over, began = threading.Event(), time.monotonic()
     server = serve(lambda body: 503 if "hangs" not in ends or over.wait() else 0)
-    pool = servers(server.url, patience=600 if ends == "close" else 0.5)
+    pool = servers(server, patience=600 if ends == "close" else 0.5)
     if ends == "close":
         threading.Timer(0.5, pool.close).start()
     with pytest.raises(ServerAway, match=None if ends == "close" else server.url):
@@ -145,34 +140,28 @@ def test_work_is_spread_over_the_servers_within_what_each_may_have_in_flight(ser
         return {"ok": 1}
 
     three = [serve(answer) for _ in range(3)]
-    pool = servers(*(server.url for server in three), in_flight=2)
+    pool = servers(*three, in_flight=2)
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(lambda _: pool.ask(post), range(12)))
-    assert [len(server.asked) for server in three] == [4, 4, 4]
-    assert most[0] == 6
+    assert ([len(server.asked) for server in three], most) == ([4, 4, 4], [6])
 
 
-def test_a_request_that_is_refused_is_not_repeated_and_too_long_an_answer_is_refused(
-    serve: Serve,
+def test_what_a_server_refuses_or_answers_beyond_a_limit_is_an_error_that_is_not_repeated(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve(400)
-    with pytest.raises(DraftcoreError, match=r"status 400(.|\n)*context-length"):
-        servers(server.url).ask(post)
-    assert len(server.asked) == 1
-    server.answer = {"text": "x" * 1000}
-    with pytest.raises(UsageError, match="max_json=100"):  # an answer beyond the limit
-        Server(server.url).post({}, 2.0, 100)
-
-
-def test_the_key_comes_from_the_environment(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = serve({"ok": 1})
+    """And the key comes from the environment; no error shows it."""
     monkeypatch.setenv(KEY, "s3cret")
-    post(Server(server.url))
-    assert server.asked == ["Bearer s3cret"]
-    server.answer = 401
-    with pytest.raises(UsageError, match=KEY) as caught:
-        post(Server(server.url))
-    assert "s3cret" not in str(caught.value)
+    server = serve(400)
+    for answer, limit, kind, says in (
+        (400, 0, Refusal, r"status 400(.|\n)*context-length"), (401, 0, UsageError, KEY),
+        ({"text": "x" * 1000}, 100, UsageError, "max_json=100"),
+    ):  # fmt: skip
+        server.answer = answer
+        server.asked.clear()
+        with pytest.raises(kind, match=says) as caught:
+            servers(server).ask(lambda server, limit=limit: server.post({}, 30, limit))
+        assert "s3cret" not in str(caught.value)
+        assert server.asked == ["Bearer s3cret"]
 
 
 # ---------------------------------------------------------------- what a capture makes of answers
@@ -186,37 +175,52 @@ def target(tmp_path: Path) -> TargetSpec:
     return TransformersTarget(str(tiny_target(tmp_path)), device="cpu")
 
 
+def open_capture(target: TargetSpec, *urls: str, **options: Any) -> closing[ServerCapture]:
+    given = ServerOptions(**{"servers": urls, "self_test": False, **options})
+    return closing(ServerCapture(target, REQUEST, given))
+
+
 def test_a_capture_is_not_opened_where_no_server_answers(target: TargetSpec) -> None:
     with pytest.raises(UsageError, match=r"127\.0\.0\.1:9(.|\n)*capture\.options\.servers"):
-        ServerCapture(target, REQUEST, ServerOptions(servers=(AWAY,), patience=600))
+        open_capture(target, AWAY, patience=600, self_test=True)
 
 
-def about(target: TargetSpec) -> dict[str, Any]:
-    """What a server says of itself that captures for this target."""
-    return {
-        "version": VERSION,
-        "problem": "",
-        "model": "as asked",
-        "layers": target.num_layers,
-        "width": target.text_config.hidden_size,
-        "vocabulary": target.vocab_size,
-        "names": REQUEST.names,
-        "sink": "shm:elsewhere",
-        "image_token": 9,
-    }
+def asked_in(body: Any) -> Any:
+    return body["sampling_params"]["custom_params"][FIELD]
 
 
-def capturing(
-    target: TargetSpec, receipt: Callable[[Any, Any], dict[str, Any]], **says: Any
-) -> Callable[[Any], dict[str, Any]]:
+def capturing(target: TargetSpec, receipt: Callable[[Any, Any], Any], **says: Any) -> Any:
     """A server that captures for this target; `receipt` is of a request's body and its ask."""
+    of_itself = {
+        "version": VERSION, "problem": "", "model": "as asked", "layers": target.num_layers,
+        "width": target.text_config.hidden_size, "vocabulary": target.vocab_size,
+        "names": REQUEST.names, "sink": "shm:elsewhere", "image_token": 9, **says,
+    }  # fmt: skip
 
     def answer(body: Any) -> dict[str, Any]:
-        ask = body["sampling_params"]["custom_params"][FIELD]
-        found = {"about": about(target) | says} if "about" in ask else receipt(body, ask)
+        ask = asked_in(body)
+        found = {"about": of_itself} if "about" in ask else receipt(body, ask)
         return {"meta_info": {FIELD: [found]}}
 
     return answer
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ({"version": 1}, "speaks version 1 of the capture, this side 2"),
+        ({"problem": "no memory"}, "cannot capture: no memory"),
+        ({"width": 9}, "serves another target"),
+        ({"names": ["last_hidden"]}, r"capture hidden\.0, only last_hidden\n.*DRAFTCORE_LAYERS=0"),
+        ({"sink": "shm:other"}, "stores into shm:other, another one into shm:elsewhere"),
+    ],
+)
+def test_a_server_that_does_not_fit_the_run_or_the_others_is_refused(
+    serve: Serve, target: TargetSpec, says: dict[str, Any], reason: str
+) -> None:
+    two = [serve(capturing(target, lambda body, ask: {}, **more)).url for more in ({}, says)]
+    with pytest.raises(UsageError, match=reason):
+        open_capture(target, *two)
 
 
 @pytest.mark.parametrize("opens", [True, False])
@@ -224,19 +228,17 @@ def test_the_first_signal_ends_the_wait_for_a_server_that_never_answers(
     serve: Serve, target: TargetSpec, opens: bool
 ) -> None:
     """Be it while the capture is opened or later; nothing is left under way."""
-    ended = threading.Event()
+    ended, usual = threading.Event(), capturing(target, lambda body, ask: {})
 
     def answer(body: Any) -> dict[str, Any]:
-        if opens or "about" not in body["sampling_params"]["custom_params"][FIELD]:
+        if opens or "about" not in asked_in(body):
             threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
             ended.wait()
-        return {"meta_info": {FIELD: [{"about": about(target)}]}}
-
-    urls = (serve(answer).url,)
-    options = ServerOptions(servers=urls, timeout=6000, patience=6000, self_test=False)
+        found: dict[str, Any] = usual(body)
+        return found
 
     def capture() -> None:
-        with closing(ServerCapture(target, REQUEST, options)) as opened:
+        with open_capture(target, serve(answer).url, timeout=6000, patience=6000) as opened:
             list(opened.features([batch(members=[[1, 2]])]))
 
     with stop_on_signal(), pytest.raises(RunEnded, match="asked to stop"):
@@ -248,20 +250,14 @@ def test_all_rows_of_a_batch_that_cannot_be_captured_are_named_at_once(
     serve: Serve, target: TargetSpec
 ) -> None:
     """Where no row failed in a way that may be over when it is tried again. One server is away."""
-
-    def receipt(body: Any, ask: Any) -> dict[str, Any]:
-        kinds = {1: "failed", 2: "not-finite", 4: "short"}
-        return {"error": kinds[len(body["input_ids"])], "reason": "as it is"}
-
-    url = serve(capturing(target, receipt)).url
-    options = ServerOptions(servers=(AWAY, url), self_test=False)
-    capture = ServerCapture(target, REQUEST, options)
-    with pytest.raises(DraftcoreError, match=r"row 0 .* failed"):
-        list(capture.features([batch(members=[[1], [1, 2], [1], [1, 2, 3, 4]])]))
-    with pytest.raises(BadRows, match=r"capture\.dtype=float32") as caught:
-        list(capture.features([batch(members=[[1, 2], [1, 2, 3, 4]])]))
-    assert list(caught.value.reasons) == [0, 1]
-    capture.close()
+    kinds = {1: "failed", 2: "not-finite", 4: "short"}
+    receipt = lambda body, ask: {"error": kinds[len(body["input_ids"])], "reason": "as it is"}  # noqa: E731
+    with open_capture(target, AWAY, serve(capturing(target, receipt)).url) as capture:
+        with pytest.raises(DraftcoreError, match=r"row 0 .* failed"):
+            list(capture.features([batch(members=[[1], [1, 2], [1], [1, 2, 3, 4]])]))
+        with pytest.raises(BadRows, match=r"capture\.dtype=float32") as caught:
+            list(capture.features([batch(members=[[1, 2], [1, 2, 3, 4]])]))
+        assert list(caught.value.reasons) == [0, 1]
 
 
 # ---------------------------------------------------------------- images
@@ -277,11 +273,6 @@ def pictured(target: TransformersTarget, tmp_path: Path) -> CaptureBatch:
     return replace(batch(members=[SEEN]), ids=("ab" * 12,), images=((image,),))
 
 
-def open_capture(target: TargetSpec, server: LittleServer) -> closing[ServerCapture]:
-    options = ServerOptions(servers=(server.url,), self_test=False)
-    return closing(ServerCapture(target, REQUEST, options))
-
-
 @pytest.mark.parametrize(
     ("token", "reason"),
     [
@@ -294,36 +285,41 @@ def test_images_that_a_server_reads_otherwise_or_not_at_all_are_refused(
     serve: Serve, target: TargetSpec, pictured: CaptureBatch, token: int | None, reason: str
 ) -> None:
     """They are sent as data, without their tokens but for one each, as sglang writes the others."""
-    bodies = []
+    bodies = list[Any]()
 
     def receipt(body: Any, ask: Any) -> dict[str, Any]:
         bodies.append(body)
         return {"error": "misread", "reason": "as ever"}
 
-    server = serve(capturing(target, receipt, image_token=token))
-    with open_capture(target, server) as capture, pytest.raises(UsageError, match=reason):
+    url = serve(capturing(target, receipt, image_token=token)).url
+    with open_capture(target, url) as capture, pytest.raises(UsageError, match=reason):
         list(capture.features([pictured]))
     assert len(bodies) == (token == 9)
     for body in bodies:
         assert body["input_ids"] == [5, 9, 5, 2]
-        assert body["sampling_params"]["custom_params"][FIELD]["read"] == digest(SEEN)
+        assert asked_in(body)["read"] == digest(SEEN)
         (data,) = body["image_data"]
         shown = PIL.Image.open(BytesIO(urlopen(data).read()))
         assert shown.tobytes() == PIL.Image.open(pictured.images[0][0].uri).tobytes()
 
 
 def test_once_images_were_captured_a_row_that_is_read_otherwise_is_left_out(
-    serve: Serve, target: TargetSpec, pictured: CaptureBatch
+    serve: Serve, target: TargetSpec, pictured: CaptureBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And features pass through this process where the run has another store than the server."""
+
     def receipt(body: Any, ask: Any) -> dict[str, Any]:
         if not ask["origin"]:
             return {"error": "misread", "reason": "its text names an image"}
         ref = SampleRef(ask["sample"], "0", "shm:elsewhere", (), len(SEEN), 0, ask["origin"])
         return {"ref": ref.to_json()}
 
-    with open_capture(target, serve(capturing(target, receipt))) as capture:
+    with open_capture(target, serve(capturing(target, receipt)).url) as capture:
         stored: Any = SimpleNamespace(provenance="made so")
         store: Any = SimpleNamespace(lookup=lambda ids: dict.fromkeys(ids, stored))
+        for store.uri, reached in (("shm:elsewhere?max_bytes=9", True), ("shm:here", False)):
+            assert capture.reaches(store) is reached
+        assert "features pass through this process" in caplog.text
         capture.deliver(pictured, [{}], "made so", store)
         with pytest.raises(BadRows, match="its text names an image"):
             list(capture.features([pictured]))

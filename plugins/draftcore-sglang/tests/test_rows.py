@@ -62,10 +62,6 @@ class Stateful:
         return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
 
 
-class Silent:
-    """Neither hook."""
-
-
 def handed(rid: str, **changes: Tensor | None) -> HandedOver:
     full = request(rid, wire_row(algorithm(Stateful(), "disagg"), SHAPE))
     return HandedOver(rid, {**full.row, **changes})
@@ -73,8 +69,8 @@ def handed(rid: str, **changes: Tensor | None) -> HandedOver:
 
 def test_a_stateless_algorithm_gets_an_empty_typed_input_and_one_of_neither_kind_none() -> None:
     with pytest.raises(UsageError, match="it declares: compile, layout:plain\n  declare disagg-st"):
-        require(algorithm(Silent(), "compile", "layout:plain"))
-    log, stateless = Log(), algorithm(Silent(), "disagg-stateless")
+        require(algorithm(object(), "compile", "layout:plain"))
+    log, stateless = Log(), algorithm(object(), "disagg-stateless")
     assert wire_row(stateless, SHAPE) == ()
     found = take_over(stateless, ["a", "b"], log)
     assert found.last_tokens_B.tolist() == last_tokens([handed("a"), handed("b")]).tolist()
@@ -84,11 +80,7 @@ def test_a_stateless_algorithm_gets_an_empty_typed_input_and_one_of_neither_kind
     assert len(take_over(stateless, []).last_tokens_B) == 0
 
 
-# ------------------------------------------------------------ the row
-
-
-def test_the_row_of_several_layers_has_their_proposals_one_after_another() -> None:
-    """No more of them than the wire has columns."""
+def test_a_row_has_the_proposals_of_all_layers_and_no_more_than_the_wire_has() -> None:
     stateful = algorithm(Stateful(), "disagg")
     row = wire_row(stateful, DraftShape(4096, "bfloat16", topk=2, layers=8))
     assert row == (
@@ -100,26 +92,18 @@ def test_the_row_of_several_layers_has_their_proposals_one_after_another() -> No
         needed = f"needs {topk * layers} columns of topk_p, the wire has 16\n.*\n  lower the draft"
         with pytest.raises(UsageError, match=needed):
             wire_row(stateful, replace(SHAPE, topk=topk, layers=layers))
-
-
-@pytest.mark.parametrize("row", [["states"], ["hidden", "hidden"], ["topk_p"]])
-def test_a_row_that_the_wire_does_not_have_is_refused(row: Sequence[str]) -> None:
-    with pytest.raises(UsageError, match=r"is not one that the wire has.*\n  return 'hidden'"):
-        wire_row(algorithm(Stateful(row), "disagg"), SHAPE)
-
-
-# ------------------------------------------------------------ what arrived
+    for other in (["states"], ["hidden", "hidden"], ["topk_p"]):  # that the wire does not have
+        with pytest.raises(UsageError, match=r"is not one that the wire has.*\n  return 'hidden'"):
+            wire_row(algorithm(Stateful(other), "disagg"), SHAPE)
 
 
 def test_columns_past_those_that_are_needed_are_another_requests() -> None:
     stateful = Stateful()
     found = take_over(algorithm(stateful, "disagg"), ["a", "b"])
-    full = handed("b").row
+    full: Any = handed("b").row
     for name, tensor in (("topk_p", found.topk_p_BK), ("topk_index", found.topk_index_BK)):
-        sent = full[name]
-        assert sent is not None
         assert tensor.shape == (2, SHAPE.proposals)
-        assert torch.equal(tensor[1], sent[: SHAPE.proposals])
+        assert torch.equal(tensor[1], full[name][: SHAPE.proposals])
     (batch,) = stateful.batches
     assert (batch.rids, batch.seq_lens_B.tolist()) == (("a", "b"), [10, 11])
 
@@ -146,12 +130,10 @@ def test_what_is_wrong_with_rows_is_said_before_anything_is_done_with_them(
 ) -> None:
     requests = [handed("good"), handed("r-17", **{field: sent}), handed("r-18", topk_p=None)]
     log, stateful, batch = Log(), Stateful(), arrivals(requests)
-    with pytest.raises(
-        RowError, match=f"over 2 of the requests\n  request 'r-17': {lack}.*\n  request 'r-18'"
-    ) as caught:
-        first_draft_input(
-            algorithm(stateful, "disagg"), batch, last_tokens(requests), log, SHAPE, lambda _: _
-        )
+    given = batch, last_tokens(requests), log, SHAPE, lambda _: _
+    says = f"over 2 of the requests\n  request 'r-17': {lack}.*\n  request 'r-18'"
+    with pytest.raises(RowError, match=says) as caught:
+        first_draft_input(algorithm(stateful, "disagg"), *given)
     assert list(caught.value.problems) == ["r-17", "r-18"]
     assert (log.calls, stateful.batches) == ([], [])
 
@@ -163,9 +145,6 @@ def test_a_neutral_row_passes_the_checks_in_the_dtype_of_the_draft() -> None:
         requests = [HandedOver("x", neutral_row(row))] * count
         hidden_BH = check_rows(stateful, arrivals(requests), row).hidden_BH
         assert (hidden_BH.dtype, hidden_BH.shape) == (getattr(torch, dtype), (count, 24))
-
-
-# ------------------------------------------------------------ the answer, and the relay
 
 
 def test_the_engines_own_input_is_stashed_and_nothing_where_it_cannot_be_made() -> None:
@@ -181,10 +160,8 @@ def test_the_engines_own_input_is_stashed_and_nothing_where_it_cannot_be_made() 
 
 def answer(size: int, **changes: Tensor) -> DraftInput:
     tokens_B = torch.zeros(size, dtype=torch.int64)
-    whole = DraftInput(
-        torch.zeros(size, 24), torch.zeros(size, 6), tokens_B.expand(6, -1).T, tokens_B
-    )
-    return replace(whole, **changes)
+    topk = torch.zeros(size, 6), tokens_B.expand(6, -1).T
+    return replace(DraftInput(torch.zeros(size, 24), *topk, tokens_B), **changes)
 
 
 @pytest.mark.parametrize(

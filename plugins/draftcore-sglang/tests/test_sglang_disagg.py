@@ -28,20 +28,12 @@ from draftcore_sdk.targets import tiny_target
 from draftcore_sglang import disagg
 from draftcore_sglang.internals.disagg import METHOD
 from sglang.srt import runtime_context
-from sglang.srt.disaggregation.decode_schedule_batch_mixin import (
-    ScheduleBatchDisaggregationDecodeMixin,
-)
+from sglang.srt.disaggregation import decode_schedule_batch_mixin as decode
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative import spec_registry
-from sglang.srt.speculative.dflash_disaggregation import (
-    build_dflash_disagg_draft_input,
-)
-from sglang.srt.speculative.eagle_disaggregation import (
-    build_eagle_disagg_draft_input,
-)
+from sglang.srt.speculative import dflash_disaggregation, eagle_disaggregation, spec_registry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_on_cpu import ARGUMENTS
 
@@ -54,17 +46,10 @@ HERE = Path(__file__).parent
 
 WIDTH = 24  # of the draft's state; the tiny target's is 48
 DRAFT = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 1,
-    "vocab_size": 260,
-    "draft_vocab_size": 260,
-    "dtype": "float32",
-}
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "dtype": "float32",
+    "hidden_size": WIDTH, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 260, "draft_vocab_size": 260,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +63,7 @@ def server(target: Path) -> Path:
     draft = target.with_name("draft")
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps(DRAFT))
-    arguments = {**ARGUMENTS, "model_path": str(target)}
-    runtime_context.publish(ServerArgs(**arguments), role="test")
+    runtime_context.publish(ServerArgs(**ARGUMENTS, model_path=str(target)), role="test")
     return draft
 
 
@@ -87,13 +71,10 @@ def server(target: Path) -> Path:
 def serving(draft: Path, algorithm: str, **changes: Any) -> Iterator[None]:
     """Run `algorithm` with these settings, which on a CPU no launch would take for sglang's own."""
     settings = {
-        "speculative_algorithm": algorithm,
-        "speculative_draft_model_path": str(draft),
-        "speculative_draft_model_revision": "main",
-        "speculative_eagle_topk": 1,
-        "speculative_num_steps": 3,
-        **changes,
-    }
+        "speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft),
+        "speculative_draft_model_revision": "main", "speculative_eagle_topk": 1,
+        "speculative_num_steps": 3, **changes,
+    }  # fmt: skip
     with runtime_context.get_spec().override(**settings):
         yield
 
@@ -104,26 +85,20 @@ def batch_of(algorithm: str, size: int, overlap: bool) -> Any:
 
     def request(place: int) -> Any:
         return SimpleNamespace(
-            rid=f"request-{place}",
-            bootstrap_host="10.0.0.1",
-            output_ids=[40 + place],
+            rid=f"request-{place}", bootstrap_host="10.0.0.1", output_ids=[40 + place],
             output_topk_p=torch.rand(16, generator=generator),
             output_topk_index=torch.randint(260, (16,), generator=generator),
             hidden_states_tensor=torch.rand(WIDTH, generator=generator),
-            output_dsa_topk_indices=None,
-            to_finish=None,
-        )
+            output_dsa_topk_indices=None, to_finish=None,
+        )  # fmt: skip
 
     return SimpleNamespace(
-        reqs=[request(place) for place in range(size)],
-        device=torch.device("cpu"),
-        enable_overlap=overlap,
-        req_pool_indices=torch.arange(size) + 2,
-        seq_lens=torch.arange(size) + 9,
+        reqs=[request(place) for place in range(size)], device=torch.device("cpu"),
+        enable_overlap=overlap, req_pool_indices=torch.arange(size) + 2,
+        seq_lens=torch.arange(size) + 9, spec_algorithm=SpeculativeAlgorithm[algorithm],
         model_config=SimpleNamespace(hf_config=SimpleNamespace(), vocab_size=260),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(8, 32, dtype=torch.int32)),
-        spec_algorithm=SpeculativeAlgorithm[algorithm],
-    )
+    )  # fmt: skip
 
 
 class Watched:
@@ -170,23 +145,15 @@ def written(future_map: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------ our three algorithms
-
 BUILDERS = {
-    "EAGLE3": build_eagle_disagg_draft_input,
-    "DFLASH": build_dflash_disagg_draft_input,
+    "EAGLE3": eagle_disaggregation.build_eagle_disagg_draft_input,
+    "DFLASH": dflash_disaggregation.build_dflash_disagg_draft_input,
 }
-SETTINGS = {
-    "plain": {},
-    "tree": {"speculative_eagle_topk": 4},
-    "layers": {"enable_multi_layer_eagle": True},
-    "widest": {"enable_multi_layer_eagle": True, "speculative_num_steps": 16},
-    "sampled": {"speculative_use_rejection_sampling": True},
-    "sampled layers": {
-        "speculative_use_rejection_sampling": True,
-        "enable_multi_layer_eagle": True,
-    },
-}
+LAYERS, SAMPLED = {"enable_multi_layer_eagle": True}, {"speculative_use_rejection_sampling": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {}, "tree": {"speculative_eagle_topk": 4}, "layers": LAYERS, "sampled": SAMPLED,
+    "widest": {**LAYERS, "speculative_num_steps": 16}, "sampled layers": {**SAMPLED, **LAYERS},
+}  # fmt: skip
 CASES = [
     *(("eagle3", "EAGLE3", name) for name in SETTINGS),
     ("dflash", "DFLASH", "plain"),
@@ -218,9 +185,6 @@ def test_ours_is_what_sglangs_own_builder_makes_of_the_same_rows(
         require_equal(ours, theirs)
 
 
-# ------------------------------------------------------------ rows that cannot be used
-
-
 @pytest.mark.parametrize(
     ("field", "sent", "lack"),
     [
@@ -238,7 +202,7 @@ def test_a_request_that_lacks_something_is_aborted_with_the_reason_and_the_other
     setattr(batch.reqs[1], field, sent)
     with serving(server, "EAGLE3", speculative_eagle_topk=4):
         made, future_map = taken_over("eagle3", batch)
-        theirs = build_eagle_disagg_draft_input(whole, last_tokens(whole), Watched(whole))
+        theirs = BUILDERS["EAGLE3"](whole, last_tokens(whole), Watched(whole))
     reasons = [request.to_finish for request in batch.reqs]
     assert reasons[0] is reasons[2] is None
     assert isinstance(reasons[1], FINISH_ABORT)
@@ -307,7 +271,7 @@ def test_a_builtin_algorithm_keeps_its_name_and_asks_us_for_the_first_input(serv
     batch.tree_cache, batch.spec_info = cache, None
     with serving(server, "EAGLE3"):
         future_map = Watched(batch)
-        ScheduleBatchDisaggregationDecodeMixin.process_prebuilt(batch, future_map)
+        decode.ScheduleBatchDisaggregationDecodeMixin.process_prebuilt(batch, future_map)
     assert "hidden was not sent" in batch.reqs[0].to_finish.message
     assert batch.spec_info.bonus_tokens.tolist() == [40, 41]
     assert future_map.calls == ["publish", "stash"]
@@ -335,10 +299,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(algorithm: Any, reason
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_worker_that_is_not_there_is_refused_when_the_scheduler_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv(disagg.VARIABLE, raising=False)
+def test_a_worker_that_is_not_there_is_refused_when_the_scheduler_starts() -> None:
     disagg.register()
     assert spec_registry._REGISTRY == {}, "nothing is registered without the variable"
     disagg.serve(idle("disagg", "sglang:idle_worker:LazyWorker"))
@@ -358,13 +319,9 @@ def child(folder: Path, code: list[str], algorithm: str) -> subprocess.Completed
     (info / "entry_points.txt").write_text("[draftcore]\nidle = idle_algorithm\n")
     environment = {**child_environment(), disagg.VARIABLE: algorithm, "OMP_NUM_THREADS": "1"}
     paths = [str(folder), str(HERE), environment["PYTHONPATH"]]
-    return subprocess.run(
-        [sys.executable, *code],
-        env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
+    return subprocess.run([sys.executable, *code], env=environment, **pipes)
 
 
 def test_a_real_decode_server_runs_the_worker_and_asks_the_hook_for_the_first_input(

@@ -1,6 +1,9 @@
-"""What needs no sglang: the offers, refusals, and where sglang is imported."""
+"""The offers, options and messages; an sglang that is not as tested; and where sglang is imported."""
 
+import argparse
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -10,21 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from capturing import write_run
+import torch
+from capturing import require_engine_ended, write_run
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.suite import child_environment
 from draftcore_sdk.targets import tiny_target
-from draftcore_sglang.capture import SglangCapture
+from draftcore_sglang import internals, server
+from draftcore_sglang.capture import SglangCapture, settings_of
+from draftcore_sglang.internals import Limits, Settings, disagg
+from draftcore_sglang.internals import server as hooked
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
-from draftcore_sglang.options import ServerOptions, SglangOptions
+from draftcore_sglang.options import SglangOptions
+from draftcore_sglang.ranks import Ranks
+from draftcore_sglang.remote import place
+from draftcore_sglang.wire import Ask, Refusal, pack, unpack
 from packaging.requirements import Requirement
 
 from draftcore import open_run
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 
-ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parents[1]
+ROOT = HERE.parents[1]
 REQUEST = FeatureRequest((0,), True, "float32")
 
 
@@ -61,6 +72,9 @@ def target(tmp_path: Path) -> TransformersTarget:
     return TransformersTarget(str(tiny_target(tmp_path)), device="cpu")
 
 
+# ---------------------------------------------------------------- which sglang
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     """Let this version of sglang be installed, or none."""
     true = metadata.version
@@ -85,14 +99,16 @@ def test_without_an_sglang_that_was_tested_the_pip_line_is_the_answer(
     monkeypatch: pytest.MonkeyPatch, target: TransformersTarget, version: str, reason: str
 ) -> None:
     pretend(monkeypatch, version)
-    with pytest.raises(
-        UsageError, match=rf"{reason}.*\n  pip install 'draftcore-sglang\[sglang\]'"
-    ):
+    line = rf"{reason}.*\n  pip install 'draftcore-sglang\[sglang\]'"
+    with pytest.raises(UsageError, match=line):
         SglangCapture(target, REQUEST, SglangOptions())
 
 
 def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter more; another order; a name and a module that are gone."""
+    """A parameter more; another order; a name and a module that are gone. The range is the extra's."""
+    extras = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    (line,) = extras["optional-dependencies"]["sglang"]
+    assert Requirement(line).specifier == TESTED
     pretend(monkeypatch, "0.5.23")
     require_sglang({"draftcore.errors:nearest": "name known"})
     wanted = {"draftcore.errors:nearest": "name", "draftcore.errors:closest": "known name"}
@@ -104,10 +120,82 @@ def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [gone.split()[0], module.split()[0]] == ["json:gone:", "no_such_module:f:"]
 
 
-def test_the_range_is_that_of_the_extra() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    (line,) = project["optional-dependencies"]["sglang"]
-    assert Requirement(line).specifier == TESTED
+@pytest.mark.sglang
+@pytest.mark.smoke
+def test_the_sglang_that_is_installed_is_as_tested() -> None:
+    for used in (internals, hooked, disagg):
+        require_sglang(used.SIGNATURES)
+
+
+@pytest.mark.sglang
+def test_a_server_whose_sglang_moved_takes_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first use of each is behind the check."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    before = dict(HookRegistry._hooks)
+    monkeypatch.setattr(HookRegistry, "register", staticmethod(lambda target, hook: None))
+    with pytest.raises(UsageError, match=r"HookRegistry\.register\(target, hook\)"):
+        hooked.install("shm:none", (), 1 << 20)
+    assert HookRegistry._hooks == before
+
+
+OTHERS = (  # that stand in the same pages for other programs
+    "--target --speculative-config --server --prompts --run --device --json --row --steps --minutes"
+    " --lr --draft --only --shm-size"
+)
+
+
+@pytest.mark.sglang
+def test_every_flag_that_our_readmes_give_is_one_of_sglangs() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    texts = [page.read_text() for page in ROOT.glob("plugins/*/README.md")]
+    texts = [text for text in texts if "sglang.launch_server" in text]
+    assert len(texts) > 3
+    named = set(re.findall(r"(?<![-\w])--[a-z][a-z-]+", "\n".join(texts))) - set(OTHERS.split())
+    assert len(named) > 12
+    assert named - known == set()
+
+
+# ---------------------------------------------------------------- ranks that end
+
+
+def answer(settings: Settings, rank: int, port: int, meeting: str, pipe: Any) -> None:
+    """Be a rank that computes nothing, as sglang may be missing here."""
+    pipe.send((False, Limits(1, 1, 1)))
+    while True:
+        pipe.recv()
+        pipe.send((False, {}))
+
+
+def test_an_engine_that_has_died_ends_the_process_that_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork = multiprocessing.get_context("fork")  # ranks that compute nothing need no fresh process
+    monkeypatch.setattr("torch.multiprocessing.get_context", lambda method: fork)
+    monkeypatch.setattr("draftcore_sglang.ranks.serve", answer)
+    ranks = Ranks(Settings("target", None, "float32", "cpu", 2, 1, 1, "{}"))
+    assert ranks.forward([[5]], (), {}) == {}
+    require_engine_ended(lambda: ranks.forward([[5]], (), {}))
+
+
+# ---------------------------------------------------------------- options and settings
+
+
+@pytest.mark.parametrize(("device", "there"), [("cpu", "cores"), ("cuda:1", "devices")])
+def test_more_devices_than_there_are_are_refused_before_a_process_starts(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch, device: str, there: str
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr("draftcore_sglang.capture.resolve_device", torch.device)
+    target.device = device
+    assert settings_of(target, SglangOptions(tp=3)).tp == 3
+    with pytest.raises(UsageError, match=f"tp is 4, and from {device} on there are 3 {there}"):
+        settings_of(target, SglangOptions(tp=4))
 
 
 HOW = {"servers": ["http://10.0.0.7:1"], "in_flight": 2, "timeout": 3, "self_test": False}
@@ -133,11 +221,58 @@ def test_a_store_remembers_what_changes_bits_and_nothing_else(
             assert json.loads(run.provenance(REQUEST)).get("capture.options", {}) == more
 
 
+def test_a_servers_settings_come_from_its_environment_and_none_without_a_sink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`register` is called in every process of every sglang that has this dist beside it."""
+    monkeypatch.delenv("DRAFTCORE_SINK", raising=False)
+    server.register()
+    monkeypatch.setenv("DRAFTCORE_SINK", "redis://user:secret@host/1")
+    with pytest.raises(UsageError, match="user name or a password") as caught:
+        server.register()
+    assert "secret@" not in str(caught.value)
+    assert [server.read_layers(text) for text in ("33, 2,18,2", "")] == [(2, 18, 33), ()]
+    with pytest.raises(UsageError, match="2,18,33"):
+        server.read_layers("2-18")
+
+
 @pytest.mark.parametrize(
-    ("head", "model"), [("option", SglangOptions), ("under `capture.options`", ServerOptions)]
+    ("one", "other", "same"),
+    [
+        ("shm:run7", "shm:run7?max_bytes=1GiB", True),
+        ("mooncake://h:1/run7?segment=a", "mooncake://h:1/run7", True),
+        ("mooncake://h:1/run7", "mooncake://h:1/run8", False),
+        ("shm:a%20b", "shm:a b", True),
+    ],
 )
-def test_the_readmes_table_of_options_has_each_and_no_other(head: str, model: Any) -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    table = text.split(f"| {head} | default | meaning |\n")[1].split("\n\n")[0]
-    cells = "".join(line.split("|")[1] for line in table.splitlines())
-    assert set(re.findall(r"`(\w+)`", cells)) == model.model_fields.keys()
+def test_stores_are_told_apart_by_what_is_not_an_option(one: str, other: str, same: bool) -> None:
+    assert (place(one) == place(other)) is same
+
+
+# ---------------------------------------------------------------- messages
+
+BESIDE = {"loss_mask": pack(torch.tensor([True, False]))}
+ASK = Ask("0f" * 12, ("hidden.3", "last_hidden"), "bfloat16", "origin", BESIDE, lent=True)
+SENT = json.loads(json.dumps(ASK.to_json()))
+WRONG: list[dict[str, Any]] = [
+    {"version": 0}, {"more": 1}, {"lent": "for long"}, {"read": "0f"}, {"dtype": "float64"},
+    {"origin": "p" * 5000}, {"names": ["weights"]}, {"names": "hidden.1"}, {"names": []},
+    {"sample": "../../etc/passwd"}, {"sample": "shm:elsewhere"}, {"sample": "ab" * 12 + "\n"},
+    {"beside": {"../x": ["int64", ""]}}, {"beside": {"mask": ["complex64", ""]}},
+    {"beside": {f"mask{'_' * n}": ["int64", ""] for n in range(9)}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [17, {}, *(SENT | wrong for wrong in WRONG)], ids=str)
+def test_an_ask_of_another_form_is_refused(data: Any) -> None:
+    with pytest.raises(Refusal, match=r"the request's 'draftcore.*': ") as caught:
+        Ask.from_json(data)
+    assert caught.value.receipt["error"] == "refused"
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "bool", "float32"])
+def test_an_ask_and_small_tensors_come_back_as_they_were_sent(dtype: str) -> None:
+    assert Ask.from_json(SENT) == ASK
+    value = torch.tensor([0, 1, 1, 0, 1]).to(getattr(torch, dtype))
+    assert torch.equal(unpack(*pack(value)), value)
+    assert len(unpack(*pack(value[:0]))) == 0

@@ -23,19 +23,45 @@ from draftcore import load_plugins
 from draftcore.cli import main
 from draftcore.files import EXPORT, digest, read_sealed, write_sealed
 
-ALGORITHMS: dict[str, dict[str, Any]] = {
+BLOCKS = {"num_layers": 2, "block_size": 5, "layers": [1, 4]}
+OPTIONS: dict[str, dict[str, Any]] = {  # that make drafts small
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
-    "dflash": {"num_layers": 2, "block_size": 5, "layers": [1, 4]},
-    "domino": {
-        "num_layers": 2, "block_size": 5, "layers": [1, 4], "gru_hidden_dim": 20, "emb_dim": 16,
-    },
-}  # fmt: skip
+    "dflash": BLOCKS,
+    "domino": {**BLOCKS, "gru_hidden_dim": 20, "emb_dim": 16},
+}
 WORDS = ["red", "green", "blue", "one", "two", "three", "sky", "sea", "def", "return"]
 
 
-def cli(*arguments: str | Path) -> Result:
+def run_cli(*arguments: object) -> Result:
     """Run the command line in this process."""
-    return CliRunner().invoke(main, [str(part) for part in arguments])
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+@pytest.fixture
+def cli() -> Callable[..., Result]:
+    return run_cli
+
+
+@pytest.fixture(scope="session")
+def write_run(target_folder: Path) -> Callable[..., Path]:
+    """Write the YAML of a run of these algorithms, with further options, trained on these answers."""
+
+    def write(folder: Path, answers: Any, algorithms: dict[str, Any], **train: Any) -> Path:
+        drafts = {
+            name: {"algorithm": {"name": name, "options": {**OPTIONS[name], **options}}}
+            for name, options in algorithms.items()
+        }
+        config = {
+            "run": str(folder / "run"),
+            "target": {"path": str(target_folder), "device": "cpu"},
+            "data": {"train": str(conversations(folder / "train.jsonl", answers))},
+            "train": {"device": "cpu", **train},
+            **({"drafts": drafts} if len(drafts) > 1 else next(iter(drafts.values()))),
+        }
+        (file := folder / "run.yaml").write_text(yaml.safe_dump(config))
+        return file
+
+    return write
 
 
 @dataclass(frozen=True)
@@ -50,7 +76,7 @@ class Exported:
     def ask(self, *arguments: str | Path) -> Result:
         """Verify as a person would, and return what was printed."""
         asked = ("verify", self.folder, "--target", self.target, "--device", "cpu")
-        return cli(*asked, *arguments)
+        return run_cli(*asked, *arguments)
 
     def verify(self, *arguments: str | Path, status: int) -> list[dict[str, Any]]:
         """Verify and return the verdicts; `status` is the exit status to expect."""
@@ -78,25 +104,19 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> MakeRun:
+def make_run(
+    tmp_path_factory: pytest.TempPathFactory, target_folder: Path, write_run: Any
+) -> MakeRun:
     """Train a run for a few steps and export it; each algorithm and options once."""
     made: dict[str, Exported] = {}
+    answers = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
 
     def make(algorithm: str, **options: Any) -> Exported:
-        key = f"{algorithm} {options}"
-        if key not in made:
+        if (key := f"{algorithm} {options}") not in made:
             folder = tmp_path_factory.mktemp(algorithm)
-            answers = [" ".join(WORDS[i:] + WORDS[:i]) for i in range(len(WORDS))]
-            config = {
-                "run": str(folder / "run"),
-                "target": {"path": str(target_folder), "device": "cpu"},
-                "data": {"train": str(conversations(folder / "train.jsonl", answers))},
-                "algorithm": {"name": algorithm, "options": {**ALGORITHMS[algorithm], **options}},
-                "train": {"epochs": 4, "batch": 5, "lr": 0.01, "device": "cpu"},
-            }
-            (folder / "run.yaml").write_text(yaml.safe_dump(config))
+            file = write_run(folder, answers, {algorithm: options}, epochs=4, batch=5, lr=0.01)
             for verb in ("train", "export"):
-                result = cli(verb, folder / "run.yaml")
+                result = run_cli(verb, file)
                 assert result.exit_code == 0, result.output
             run = folder / "run"
             made[key] = Exported(algorithm, run / "export", target_folder, run)
@@ -107,13 +127,12 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> M
 
 @pytest.fixture
 def exported(make_run: MakeRun, tmp_path: Path) -> MakeRun:
-    """A copy of an export, which a test may damage; the manifest's path is kept right."""
+    """A copy of an export beside it, which a test may damage."""
 
     def copy(algorithm: str, **options: Any) -> Exported:
         original = make_run(algorithm, **options)
         folder = original.run / f"export-{tmp_path.name}"
-        shutil.copytree(original.folder, folder)
-        return Exported(algorithm, folder, original.target, original.run)
+        return replace(original, folder=shutil.copytree(original.folder, folder))
 
     return copy
 
@@ -135,14 +154,3 @@ def judge(make_run: MakeRun) -> Iterator[Judge]:
             return {verdict.server: verdict.divergence for verdict in verdicts}
 
         yield divergences
-
-
-@pytest.fixture
-def run_cli() -> Callable[..., Result]:
-    return cli
-
-
-@pytest.fixture
-def algorithm_options() -> dict[str, dict[str, Any]]:
-    """Options of each algorithm that make its drafts small."""
-    return ALGORITHMS

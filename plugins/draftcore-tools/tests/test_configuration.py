@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
-from draftcore.cli import main
 from draftcore.config import RunConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
-
-
-def config(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["config", *map(str, arguments)])
+RUN = {
+    "run": "runs/a",
+    "target": {"path": "nobody/nothing"},
+    "algorithm": {"name": "eagle3", "options": {"ttt_length": 3}},
+    "train": {"epochs": 2},
+}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    file = tmp_path / "run.yaml"
-    given = {
-        "run": "runs/a",
-        "target": {"path": "nobody/nothing"},
-        "algorithm": {"name": "eagle3", "options": {"ttt_length": 3}},
-        "train": {"epochs": 2},
-    }
-    file.write_text(yaml.safe_dump(given))
+    (file := tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     return file
 
 
-def test_what_is_printed_is_the_same_run_with_who_set_each_key(run: Path) -> None:
-    text = config(run, "train.lr=3e-4", "eval={batch: 4}").output
+def test_what_is_printed_is_the_same_run_with_who_set_each_key(run: Path, cli: Any) -> None:
+    text = cli("config", run, "train.lr=3e-4", "eval={batch: 4}").output
     data = yaml.safe_load(text)
     assert RunConfig.model_validate(data).train.epochs == 2
     assert data["target"] | {"path": "nobody/nothing", "dtype": "auto"} == data["target"]
@@ -43,31 +37,30 @@ def test_what_is_printed_is_the_same_run_with_who_set_each_key(run: Path) -> Non
     origins = {
         line.split("#")[0].strip(): line.split("# ")[1] for line in text.splitlines() if "#" in line
     }
-    assert origins["lr: 0.0003"] == "command line"
-    assert origins["batch: 4"] == "command line"
+    assert origins["lr: 0.0003"] == origins["batch: 4"] == "command line"
     assert origins["epochs: 2"] == origins["ttt_length: 3"] == str(run)
     assert origins["num_drafts: 7"] == origins["seed: 0"] == "default"
 
 
-def test_a_section_has_the_keys_of_the_plugin_that_it_selects_and_no_others(run: Path) -> None:
-    text = config(run, "data={name: one-row, prompt: [1], answer: [2, 3]}").output
+def test_a_section_has_the_keys_of_the_plugin_that_it_selects(run: Path, cli: Any) -> None:
+    """And no others."""
+    text = cli("config", run, "data={name: one-row, prompt: [1], answer: [2, 3]}").output
     assert yaml.safe_load(text)["data"] == {
         "name": "one-row", "plugin": "", "max_skipped": 0.01, "prompt": [1], "answer": [2, 3],
     }  # fmt: skip
     assert "data.train" not in text
     wrong = {"data.max_lenght=9": "max_length", "algorithm.options.ttt_lenght=3": "ttt_length"}
     for override, right in wrong.items():  # before anything is opened
-        result = config(run, override)
+        result = cli("config", run, override)
         assert (result.exit_code, f"did you mean {right!r}" in result.output) == (2, True)
 
 
-def test_the_page_of_all_keys_is_what_the_verb_prints() -> None:
-    assert config("--keys").output in PAGE.read_text(), "draftcore config --keys prints the table"
-
-
-def test_the_schema_describes_every_section() -> None:
-    schema = json.loads(config("--schema").output)
+def test_the_page_of_all_keys_is_what_the_verb_prints_and_the_schema_has_every_section(
+    cli: Any,
+) -> None:
+    assert cli("config", "--keys").output in PAGE.read_text(), "draftcore config --keys prints it"
+    schema = json.loads(cli("config", "--schema").output)
     assert schema["properties"].keys() == RunConfig.model_fields.keys()
     target = schema["$defs"]["TargetConfig"]
     assert (target["required"], target["properties"]["name"]["default"]) == (["path"], "hf")
-    assert "name a run's YAML file" in config().output
+    assert "name a run's YAML file" in cli("config").output

@@ -8,40 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import Result
-from draftcore_sdk.targets import conversations
 
 Overfit = Callable[..., Result]
 
 
 @pytest.fixture
-def overfit(
-    tmp_path: Path, target_folder: Path, run_cli: Any, algorithm_options: dict[str, dict[str, Any]]
-) -> Overfit:
-    def start(algorithm: str, *arguments: str, plugin: Path | None = None, **run: Any) -> Result:
-        config = {
-            "run": str(tmp_path / "run"),
-            "target": {"path": str(target_folder), "device": "cpu"},
-            "data": {"train": str(conversations(tmp_path / "train.jsonl", 3))},
-            "train": {"device": "cpu"},
-            **(run or {"algorithm": {"name": algorithm, "options": algorithm_options[algorithm]}}),
-        }
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-        loose = ["--plugin", plugin] if plugin else []
-        return run_cli(*loose, "overfit", tmp_path / "run.yaml", *arguments)
+def overfit(tmp_path: Path, write_run: Any, cli: Any) -> Overfit:
+    """Overfit these algorithms, with a loose plugin if it is given."""
+
+    def start(algorithms: list[str], *arguments: str, plugin: str = "") -> Result:
+        run = write_run(tmp_path, 3, {name: {} for name in algorithms})
+        (loose := tmp_path / f"{tmp_path.name}.py").write_text(plugin)
+        return cli(*(["--plugin", loose] if plugin else []), "overfit", run, *arguments)
 
     return start
 
 
 def test_every_algorithm_learns_one_conversation_one_draft_after_the_other(
-    overfit: Overfit, tmp_path: Path, algorithm_options: dict[str, dict[str, Any]]
+    overfit: Overfit, tmp_path: Path
 ) -> None:
-    drafts = {
-        name: {"algorithm": {"name": name, "options": options}}
-        for name, options in algorithm_options.items()
-    }
-    result = overfit("", "--row", "2", drafts=drafts)
+    result = overfit(["eagle3", "dflash", "domino"], "--row", "2")
     assert result.exit_code == 0, result.output
     _, *parts = re.split(r"^(eagle3|dflash|domino):\n", result.stdout, flags=re.MULTILINE)
     assert parts[::2] == ["dflash", "domino", "eagle3"], "as YAML sorts them"
@@ -55,23 +42,6 @@ def test_every_algorithm_learns_one_conversation_one_draft_after_the_other(
         assert lines[-1].startswith("every draft is accepted")
     assert not (tmp_path / "run").exists(), "nothing is written into the run's folder"
 
-
-def test_too_few_steps_say_that_training_stopped(overfit: Overfit) -> None:
-    result = overfit("dflash", "--steps", "2", "--lr", "1e-6")
-    assert result.exit_code == 1
-    assert "dflash did not learn one conversation in 2 steps" in result.output
-    assert "stopped at: training" in result.output
-    assert "--lr" in result.output
-
-
-def test_a_row_that_is_not_there_is_refused(overfit: Overfit) -> None:
-    result = overfit("dflash", "--row", "3")
-    assert result.exit_code == 1
-    assert "stopped at: rendering" in result.output
-    assert "has 3 rows, and row 3 was asked for" in result.output
-
-
-# ---------------------------------------------------------------- wrong algorithms
 
 LATE = """
 from draftcore import hookimpl
@@ -101,14 +71,20 @@ def import_draft(folder, target, options):
 
 
 @pytest.mark.parametrize(
-    ("hook", "steps", "stage"), [(LATE, "128", "decoding"), (FORGETFUL, "64", "export")]
-)
-def test_a_wrong_algorithm_says_where_it_stopped(
-    hook: str, steps: str, stage: str, overfit: Overfit, tmp_path: Path
+    ("arguments", "plugin", "stage", "says"),
+    [
+        ("--row 3", "", "rendering", ["has 3 rows, and row 3 was asked for"]),
+        ("--steps 2 --lr 1e-6", "", "training",
+         ["dflash did not learn one conversation in 2 steps", "--lr"]),
+        ("--steps 128", LATE, "decoding", ["accepted by position"]),
+        ("--steps 64", FORGETFUL, "export", ["accepted by position"]),
+    ],
+    ids=["no such row", "few steps", "late features", "a lossy import"],
+)  # fmt: skip
+def test_what_stops_says_at_which_stage_and_why(
+    overfit: Overfit, arguments: str, plugin: str, stage: str, says: list[str]
 ) -> None:
-    plugin = tmp_path / f"mistake_{stage}.py"
-    plugin.write_text(hook)
-    result = overfit("dflash", "--steps", steps, plugin=plugin)
+    result = overfit(["dflash"], *arguments.split(), plugin=plugin)
     assert result.exit_code == 1
-    assert f"stopped at: {stage}" in result.output
-    assert "accepted by position" in result.output
+    for words in (f"stopped at: {stage}", *says):
+        assert words in result.output

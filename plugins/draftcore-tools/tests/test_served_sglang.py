@@ -6,6 +6,8 @@ attention stands in for, since its kernels want a running engine. `vllm` has no 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +100,6 @@ def a_round(host: Host, layers: tuple[int, ...]) -> Round:
     return Round(host, tokens_T, 99, tuple(states), states[-1])
 
 
-# ---------------------------------------------------------------- configuration
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino"])
 def test_sglangs_parsers_read_the_same_of_a_config(
@@ -119,8 +118,8 @@ def test_sglangs_parsers_read_the_same_of_a_config(
     layers = parsed.resolve_target_layer_ids(target_num_layers=host.num_layers)
     assert tuple(layers) == served.captured(host)
     assert parsed.resolve_block_size() == served.block_size
-    assert parsed.mask_token_id == served.facts["mask_token_id"]
-    assert parsed.num_target_layers == served.facts["num_target_layers"]
+    for name in ("mask_token_id", "num_target_layers"):
+        assert getattr(parsed, name) == served.facts[name]
     assert parsed.is_domino == (algorithm == "domino")
     if parsed.is_domino:
         names = ("shift_label", "gru_hidden_dim", "emb_dim")
@@ -129,13 +128,11 @@ def test_sglangs_parsers_read_the_same_of_a_config(
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_default_layers_are_sglangs(depth: int, make_run: Any, sglang: None, host: Host) -> None:
-    import dataclasses
-
     from sglang.srt.speculative.dflash_utils import build_target_layer_ids
 
     served, deep = read(make_run("dflash")), dataclasses.replace(host, num_layers=36)
-    config = {**served.config, "num_hidden_layers": depth}
-    config["dflash_config"] = {**served.nested, "target_layer_ids": None}
+    nested = {**served.nested, "target_layer_ids": None}
+    config = {**served.config, "num_hidden_layers": depth, "dflash_config": nested}
     without = dataclasses.replace(served, config=config)
     assert list(without.captured(deep)) == build_target_layer_ids(36, depth)
 
@@ -151,9 +148,6 @@ def test_heads_are_turned_as_sglang_turns_them(rope: str, process: None) -> None
     turned_TX, _ = theirs.forward_native(positions_T, x_TAD.flatten(1), x_TAD.flatten(1).clone())
     ours_TAD = rotate(x_TAD, positions_T, served_rope({"rope_parameters": given}, "sglang"))
     torch.testing.assert_close(ours_TAD.flatten(1), turned_TX, rtol=1e-5, atol=1e-5)
-
-
-# ---------------------------------------------------------------- weights
 
 
 def test_an_eagle3_export_fills_sglangs_model_and_drafts_as_read(
@@ -188,10 +182,9 @@ def unrolled(model: Any, at: Round, drafts_K: Tensor) -> Tensor:
     logits = []
     for rows in range(len(at.tokens_T), len(tokens)):
         batch = SimpleNamespace(
-            mm_input_embeds=None,
+            mm_input_embeds=None, spec_info=SimpleNamespace(hidden_states=hidden),
             forward_mode=SimpleNamespace(is_extend=lambda: False),
-            spec_info=SimpleNamespace(hidden_states=hidden),
-        )
+        )  # fmt: skip
         final, (fed_back,) = model.model(tokens[:rows], torch.arange(rows), batch)
         logits.append(final[-1] @ model.lm_head.weight[: len(model.hot_token_id)].T)
         hidden = torch.cat([hidden, fed_back[-1:]])
@@ -201,20 +194,16 @@ def unrolled(model: Any, at: Round, drafts_K: Tensor) -> Tensor:
 def joined(model: Any, features: Tensor) -> Tensor:
     """What sglang's forward does to features that are wider than an embedding."""
     if model.fc_norm is not None:
-        chunks = features.chunk(model.num_aux_hidden_states, -1)
-        features = torch.cat(
-            [norm(c.contiguous()) for norm, c in zip(model.fc_norm, chunks, strict=True)], -1
-        )
+        chunks = zip(model.fc_norm, features.chunk(model.num_aux_hidden_states, -1), strict=True)
+        features = torch.cat([norm(chunk.contiguous()) for norm, chunk in chunks], -1)
     return model.fc(features)
 
 
 def causal(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over whole rows, [T, heads * width]."""
-    heads = [x.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1) for x in (q, k, v)]
-    done = torch.nn.functional.scaled_dot_product_attention(
-        *(x[None] for x in heads), is_causal=True, enable_gqa=True
-    )
-    return done[0].transpose(0, 1).flatten(1)
+    heads = [x.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)[None] for x in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("algorithm", ["dflash", "domino"])
@@ -235,9 +224,6 @@ def test_an_export_fills_every_parameter_of_sglangs_model(
     assert float((ours - theirs).abs().max()) < LIMIT
 
 
-# ---------------------------------------------------------------- Domino's rollout
-
-
 @pytest.mark.parametrize("shifted", [True, False])
 def test_sglangs_rollout_drafts_what_is_read(
     shifted: bool, make_run: Any, sglang: None, host: Host
@@ -248,15 +234,12 @@ def test_sglangs_rollout_drafts_what_is_read(
     read_ = served.tensors
     states, rank = read_["prefix_gru.weight_hh_l0"].shape[1], read_["embed_proj.0.weight"].shape[0]
     gru = torch.nn.GRU(host.hidden_size, states, bias=False, batch_first=True)
-    head = torch.nn.Sequential(
-        torch.nn.Linear(host.hidden_size + states, rank, bias=False),
-        torch.nn.SiLU(),
-        torch.nn.Linear(rank, host.vocab_size, bias=False),
-    )
+    linear = functools.partial(torch.nn.Linear, bias=False)
+    up, down = linear(host.hidden_size + states, rank), linear(rank, host.vocab_size)
+    head = torch.nn.Sequential(up, torch.nn.SiLU(), down)
     for part, prefix in ((gru, "prefix_gru."), (head, "embed_proj.")):
-        part.load_state_dict({
-            name.removeprefix(prefix): t for name, t in read_.items() if name.startswith(prefix)
-        })  # fmt: skip
+        own = {n.removeprefix(prefix): t for n, t in read_.items() if n.startswith(prefix)}
+        part.load_state_dict(own)
     embedding = torch.nn.Embedding.from_pretrained(host.embedding_VH)
     at = a_round(host, served.captured(host))
     rolled_BK = domino_greedy_rollout(

@@ -68,6 +68,7 @@ SIGNATURES = {
     "sglang.srt.distributed.parallel_state:destroy_distributed_environment": "",
 }
 
+LORA = "a capture's prompts name no adapter: merge it into the target"
 # What a user may not set, with the value that changes nothing and the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
     "enable_dp_attention": (False, "with DP attention a rank holds the rows of some prompts only"),
@@ -79,6 +80,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "speculative_algorithm": (None, "capture runs the target alone"),
     "disaggregation_mode": ("null", "capture runs whole prompts in one place"),
     "enable_two_batch_overlap": (False, "it cuts a batch in two"),
+    "enable_lora": (False, LORA),
+    "lora_paths": (None, LORA),
 }
 OURS = {  # what the settings below decide, and by which key of a run's configuration
     "model_path": "target.path",
@@ -141,7 +144,7 @@ def require_arguments(args: Mapping[str, Any]) -> None:
 
 def _require_whole_rows(values: Mapping[str, Any]) -> None:
     for name, (neutral, reason) in REFUSED.items():
-        if values.get(name, neutral) != neutral:
+        if (values.get(name) or neutral) != neutral:
             raise UsageError(
                 f"sglang's {name}={values[name]!r} cannot be captured with: {reason}\n"
                 f"  leave {name} at {neutral!r}, and use capture.options.tp for several devices"

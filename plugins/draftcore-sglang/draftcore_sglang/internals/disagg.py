@@ -197,14 +197,10 @@ def _eagle_input(found: DraftInput, batch: Any) -> Any:
         batch.model_config.hf_config, spec.speculative_eagle_topk
     )
     return EagleDraftInput(
-        topk_p=found.topk_p_BK,
-        topk_index=found.topk_index_BK,
-        draft_probs=probs,
-        hidden_states=found.hidden_BH,
-        capture_hidden_mode=CaptureHiddenMode.LAST,
-        bonus_tokens=found.last_tokens_B,
-        cuda_graph_compatible=not needs_seed,
-    )
+        topk_p=found.topk_p_BK, topk_index=found.topk_index_BK, draft_probs=probs,
+        hidden_states=found.hidden_BH, bonus_tokens=found.last_tokens_B,
+        capture_hidden_mode=CaptureHiddenMode.LAST, cuda_graph_compatible=not needs_seed,
+    )  # fmt: skip
 
 
 def relayed(made: Any) -> Any:

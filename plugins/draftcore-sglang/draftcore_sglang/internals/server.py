@@ -94,17 +94,9 @@ class ServerHooks:
             logger.exception("draftcore captures nothing here")
 
     def after_logits(
-        self,
-        result: Any,
-        processor: Any,
-        input_ids: Any,
-        hidden_states: Any,
-        lm_head: Any,
-        logits_metadata: Any,
-        aux_hidden_states: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+        self, result: Any, processor: Any, input_ids: Any, hidden_states: Any, lm_head: Any,
+        logits_metadata: Any, aux_hidden_states: Any = None, *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
         before, self._before_norm = self._before_norm, None
         try:
             if self.requests is None or self.requests.problem or result is None:
@@ -132,13 +124,9 @@ class ServerHooks:
         return original(processor, batch, result)
 
     def around_stream(
-        self,
-        original: Callable[..., Any],
-        streamer: Any,
-        reqs: Any,
-        return_logprob: Any,
+        self, original: Callable[..., Any], streamer: Any, reqs: Any, return_logprob: Any,
         skip_req: Any = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         if self.requests is not None and (held := self.requests.held):
             held |= {req.rid: req for req in reqs if req.rid in held}
             reqs = [req for req in reqs if req.rid not in held]
@@ -231,16 +219,11 @@ class ServerHooks:
         for req, start, rows in zip(batch.reqs, batch.prefix_lens, lengths, strict=True):
             if (field := _asked(req)) is not None:
                 share = Slice(
-                    rid=req.rid,
-                    field=field,
-                    prompt=len(req.origin_input_ids),
-                    start=start,
-                    first=first,
-                    rows=rows,
-                    last=req.inflight_middle_chunks <= 0,
+                    rid=req.rid, field=field, prompt=len(req.origin_input_ids),
+                    start=start, first=first, rows=rows, last=req.inflight_middle_chunks <= 0,
                     new_tokens=req.sampling_params.max_new_tokens,
                     tokens=req.origin_input_ids_unpadded,
-                )
+                )  # fmt: skip
                 shares.append(share)
             first += rows
         answers = requests.take(shares, states, ready)
