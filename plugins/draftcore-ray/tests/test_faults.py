@@ -49,17 +49,22 @@ def require_calm(run: Any, calm: dict[int, float]) -> Callable[..., None]:
 def test_the_weights_are_the_same_to_the_bit_whichever_machines_are_lost(
     machines: Any, run: Any, require_calm: Callable[..., None]
 ) -> None:
-    """First one of the producer is switched off, then one of two with a rank, each for another."""
+    """First one of the producer is switched off, for another; then one of two with a rank.
+
+    The producer yields its room to the rank, and goes on once a machine comes.
+    """
     capture, train = machines.add(capture=1), machines.add(train=1)
     machines.add(train=1)
-    process = run.start()
+    process = run.start("topology.options.rank.cpus=4")  # of a machine's four
     run.until(lambda: run.steps() >= 3, process)
-    machines.add(capture=1)
+    machines.add(capture=1, train=1)
     machines.lose(capture)
     run.until(lambda: run.steps() >= 8, process)
-    machines.add(train=1)
     machines.lose(train)
+    run.until(lambda: "producer 0 waits for a machine with room" in run.output(), process)
+    machines.add(capture=1)
     require_calm(process)
+    assert "room for 1 of 2 ranks" not in run.output()
 
 
 @pytest.mark.long
