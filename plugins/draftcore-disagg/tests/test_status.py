@@ -46,7 +46,9 @@ def status(run: Path) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_run_under_way_says_how_it_stands_and_its_end_is_noticed(run: Path) -> None:
+def test_a_run_under_way_says_how_it_stands_and_its_end_is_noticed(
+    run: Path, tmp_path: Path
+) -> None:
     assert status(run)[0] == 1
     assert "has no step yet" in status(run)[1]
     command = [sys.executable, "-m", "draftcore", "train", str(run)]
@@ -71,13 +73,16 @@ def test_a_run_under_way_says_how_it_stands_and_its_end_is_noticed(run: Path) ->
         process.wait(SOON)
     late = CliRunner().invoke(main, ["scale", str(run), "producers=2"])
     assert "no run with producers is under way" in late.output
-    assert "none: the trainer captures for itself, or is not at work" in status(run)[1]
+    for torn in ("", "[]", "null", "7", '{"address', "[" * 100_000):  # as a kill may leave it
+        (tmp_path / "run" / "queue.json").write_text(torn)
+        assert "none: the trainer captures for itself, or is not at work" in status(run)[1]
 
 
 def test_lines_that_a_kill_tore_and_those_of_others_are_not_read(tmp_path: Path) -> None:
     step = {"step": 3, "loss": 1.5, "seconds": 0.2, "fetch_seconds": 0.1, "tokens": 60}
-    others = ({"step": 3, "evaluation": {}}, {**step, "seconds": None}, [], "[[[[")
-    lines = [*map(json.dumps, (step, *others)), '{"step": 4, "lo']
+    others = [{**step, "seconds": seconds} for seconds in (None, 0)]
+    lines = [*map(json.dumps, (step, *others, {"step": 3, "evaluation": {}}, [], "[[[["))]
+    lines.append('{"step": 4, "lo')
     (file := tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert latest(file) == [step]
     file.write_bytes(b"\xff\xfe{}")

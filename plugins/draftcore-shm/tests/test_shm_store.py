@@ -74,9 +74,6 @@ def mapped(ring: str) -> segment.Table:
     return segment.Table(segment.FileLocks(Path(ring), create=False))
 
 
-# ---------------------------------------------------------------- other processes
-
-
 FORK = multiprocessing.get_context("fork")
 Say = Callable[[Any], None]
 Work = Callable[[Say], None]
@@ -298,9 +295,6 @@ def test_a_kill_at_any_step_leaves_a_segment_that_is_sound(folder: Path) -> None
     assert len(states) > 60
 
 
-# ---------------------------------------------------------------- forks, failures, many
-
-
 def test_a_forked_child_is_told_to_open_the_store_itself_and_keeps_nobodys_handle(
     store: ShmStore, ring: str, fork: Fork
 ) -> None:
@@ -361,9 +355,6 @@ def test_more_processes_than_a_segment_has_places_for_are_refused(ring: str) -> 
     assert stores[1].stats().nbytes == ref.nbytes
     stores[7].close()
     ShmStore(ring).close()
-
-
-# ---------------------------------------------------------------- bytes
 
 
 def test_a_get_on_the_cpu_copies_nothing_and_is_aligned(store: ShmStore) -> None:
@@ -491,9 +482,6 @@ def test_tensors_go_from_and_to_a_cuda_device(store: ShmStore) -> None:
     with store.get(store.put(StoreItem("a", {"x": x.cuda().T}, 9)), device="cuda") as handle:
         assert handle.tensors["x"].is_cuda
         require_same({"x": handle.tensors["x"].cpu()}, {"x": x.T})
-
-
-# ---------------------------------------------------------------- the file
 
 
 def test_the_last_to_close_an_empty_store_removes_it_and_no_one_else(
