@@ -61,8 +61,8 @@ def latest(file: Path) -> list[dict[str, Any]]:
         for line in file.read_text(errors="replace").splitlines()[-LATEST:]:
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or no step's
                 step = json.loads(line)
-                if all(isinstance(step[name], int | float) for name in FIGURES):
-                    steps.append(step)
+                figures = all(isinstance(step[name], int | float) for name in FIGURES)
+                steps += [step] if figures and step["seconds"] > 0 else []
     if steps:
         return steps
     raise DraftcoreError(f"{file} has no step yet\n  start the run, or wait for its first step")

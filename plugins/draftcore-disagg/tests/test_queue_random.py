@@ -7,11 +7,12 @@ of one or two ranks, each making one move at a time in an order that the seed dr
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from uuid import uuid4
 
 import pytest
 from draftcore_disagg.channel import Task
@@ -24,7 +25,6 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 
 SEEDS = 160
-Key = tuple[str, str]
 
 
 class Ring:
@@ -33,12 +33,11 @@ class Ring:
     def __init__(self, size: int) -> None:
         self.size, self.numbers = size, count()
         # Where each generation lies, also one that is freed but open.
-        self.at: dict[Key, tuple[int, int]] = {}
-        self.current: dict[str, SampleRef] = {}
-        self.open: dict[Key, int] = {}
+        self.at = dict[tuple[str, str], tuple[int, int]]()
+        self.current, self.open = dict[str, SampleRef](), Counter[tuple[str, str]]()
 
     def put(self, ids: Sequence[str], sizes: Sequence[int]) -> tuple[SampleRef, ...]:
-        generation, placed = str(next(self.numbers)), dict[Key, tuple[int, int]]()
+        generation, placed = str(next(self.numbers)), dict[tuple[str, str], tuple[int, int]]()
         for one, size in zip(ids, sizes, strict=True):
             start = 0
             for low, high in sorted([*self.at.values(), *placed.values()]):
@@ -63,11 +62,12 @@ class Ring:
     def get(self, ref: SampleRef) -> None:
         if self.current.get(ref.feature_id) != ref:
             raise StoreError(f"{ref.feature_id} is stale")
-        self.open[ref.key] = self.open.get(ref.key, 0) + 1
+        self.open[ref.key] += 1
 
-    def close(self, ref: SampleRef) -> None:
-        self.open[ref.key] -= 1
-        self.reclaim(ref)
+    def close(self, refs: Sequence[SampleRef]) -> None:
+        for ref in refs:
+            self.open[ref.key] -= 1
+            self.reclaim(ref)
 
     def free(self, refs: Sequence[SampleRef]) -> None:
         for ref in refs:
@@ -76,7 +76,7 @@ class Ring:
             self.reclaim(ref)
 
     def reclaim(self, ref: SampleRef | None) -> None:
-        if ref and self.current.get(ref.feature_id) != ref and not self.open.get(ref.key):
+        if ref and self.current.get(ref.feature_id) != ref and not self.open[ref.key]:
             self.at.pop(ref.key, None)
 
     @property
@@ -88,7 +88,7 @@ class Ring:
 class Producer:
     """One that claims, puts and publishes, a move at a time; it may die between any two."""
 
-    name: str
+    name: str = field(default_factory=lambda: f"p{uuid4()}")
     task: Task | None = None
     found: tuple[SampleRef, ...] | Exception | None = None
     asleep: int = 0  # rounds for which it is frozen
@@ -118,7 +118,7 @@ class Play:
         self.sizes = [
             [draw.randint(1, 30) for _ in range(draw.randint(1, 4))] for _ in range(batches)
         ]
-        largest = max(map(sum, self.sizes))
+        self.largest = largest = max(map(sum, self.sizes))
         self.held = (self.prefetch + 1) * self.ranks_count
         self.freezes = draw.choice([0, 2])
         if self.ranks_count == 2:  # one rank may hold what another waits beside
@@ -128,7 +128,7 @@ class Play:
             size += 2 * largest * self.freezes  # for what frozen ones put
         self.ring = Ring(size)
         order = [index for _ in range(epochs) for index in draw.sample(range(batches), batches)]
-        self.order, self.deaths = order, draw.choice([0.0, 0.02, 0.1])
+        self.order, self.deaths, self.progress = order, draw.choice([0.0, 0.02, 0.1]), 0
         self.bad = {
             (index, at): "odd"
             for index, sizes in enumerate(self.sizes)
@@ -136,9 +136,8 @@ class Play:
             if draw.random() < draw.choice([0.0, 0.1])
         }
         self.skipped = Skipped({}, rows=10**6, share=1)
-        self.limit = draw.choice([None, size, max(size // 2, 1)])
-        if self.ranks_count == 2:
-            self.limit = size // 2
+        limits = [None, size, max(size // 2, 1)]
+        self.limit = draw.choice(limits if self.ranks_count == 1 else [size // 2])
         self.queue = Queue(
             {}, ahead=self.held, limit=self.limit, skipped=self.skipped, free=self.ring.free,
             ref_error=lambda batch, refs: None,
@@ -150,12 +149,7 @@ class Play:
             Rank(deque(at for step in self.steps for at in step[rank :: self.ranks_count]))
             for rank in range(self.ranks_count)
         ]
-        self.names = count()
-        self.producers = [self.producer() for _ in range(draw.randint(1, 4))]
-        self.progress = 0
-
-    def producer(self) -> Producer:
-        return Producer(f"p{next(self.names)}")
+        self.producers = [Producer() for _ in range(draw.randint(1, 4))]
 
     def good(self) -> list[list[int]]:
         """Return the rows that can be trained on, for each batch in order."""
@@ -169,8 +163,6 @@ class Play:
         batch = CaptureBatch(index, rows, tuple(map(str, rows)), tuple([0] for _ in rows))
         return Task(position, batch, tuple([True] for _ in rows), sum(self.sizes[index]))
 
-    # ------------------------------------------------------------ moves
-
     def produce(self, at: int) -> None:
         one, draw = self.producers[at], self.draw
         if one.asleep:
@@ -178,7 +170,7 @@ class Play:
             return
         if draw.random() < self.deaths:
             self.queue.leave(one.name)
-            self.producers[at] = self.producer()
+            self.producers[at] = Producer()
             return
         if self.freezes and draw.random() < 0.02:
             self.freezes -= 1
@@ -213,8 +205,7 @@ class Play:
         if not rank.positions or len(rank.ready) >= self.prefetch:
             return
         position, released, rank.released = rank.positions[0], rank.released, []
-        refs = self.queue.receive(position, 0, released)
-        if refs is None:
+        if (refs := self.queue.receive(position, 0, released)) is None:
             return
         opened: list[SampleRef] = []
         try:
@@ -222,10 +213,8 @@ class Play:
                 self.ring.get(ref)
                 opened.append(ref)
         except StoreError as error:
-            for ref in opened:
-                self.ring.close(ref)
-            self.queue.reject(position, str(error))
-            return
+            self.ring.close(opened)
+            return self.queue.reject(position, str(error))
         rank.ready.append((position, refs))
         rank.positions.popleft()
 
@@ -244,10 +233,8 @@ class Play:
 
     def let_go(self, rank: Rank) -> None:
         if rank.current is not None:
-            position, refs = rank.current
-            rank.current = None
-            for ref in refs:
-                self.ring.close(ref)
+            (position, refs), rank.current = rank.current, None
+            self.ring.close(refs)
             rank.released.append(position)
 
     def finish_step(self) -> None:
@@ -266,16 +253,12 @@ class Play:
         idle = 0
         while self.steps and self.draw.random() >= stop:
             before = self.progress
-            moves: list[Callable[[], None]] = []
-            moves += [partial(self.produce, at) for at in range(len(self.producers))]
-            moves += [
-                partial(move, rank) for move in (self.load, self.train) for rank in self.ranks
-            ]
+            moves = [partial(self.produce, at) for at in range(len(self.producers))]
+            moves += [partial(one, rank) for one in (self.load, self.train) for rank in self.ranks]
             for move in self.draw.sample(moves, len(moves)):
                 move()
                 if self.limit is not None:
-                    largest = max(map(sum, self.sizes))
-                    assert self.queue.status().nbytes <= max(self.limit, largest)
+                    assert self.queue.status().nbytes <= max(self.limit, self.largest)
             self.finish_step()
             idle = 0 if self.progress > before else idle + 1
             assert idle < 3000, "a deadlock"
@@ -285,8 +268,7 @@ class Play:
         for rank in self.ranks:
             self.let_go(rank)
             for _, refs in rank.ready:
-                for ref in refs:
-                    self.ring.close(ref)
+                self.ring.close(refs)
         self.queue.end("failed" if self.steps else "finished")
         self.deaths = self.freezes = 0
         for one in self.producers:

@@ -21,6 +21,7 @@ from draftcore.errors import DraftcoreError, UsageError
 
 SECRET = b"the run's secret"
 REQUEST = b'{"producer":"liar","number":1}'
+Stranger = Callable[[], socket.socket]
 
 
 class TestTcp(ChannelSuite):
@@ -60,11 +61,11 @@ def address(echo: Echo) -> Iterator[str]:
     """Where the channel serves, with a producer that works all the while, on one connection."""
     channel = TcpChannel.open("tcp", SECRET)
     place = channel.serve(echo)
-    client, ended, wrong = TcpClient(lambda: place, SECRET, SOON), threading.Event(), list[Json]()
+    client, ending, wrong = TcpClient(lambda: place, SECRET, SOON), threading.Event(), list[Json]()
 
     def work() -> None:
         number = 0
-        while not ended.wait(0.001):
+        while not ending.wait(0.001):
             number += 1
             request = {"producer": "good", "number": number, "text": "x" * (number % 5000)}
             if (reply := client.call(request)) != {"of": "good", **request}:
@@ -74,7 +75,7 @@ def address(echo: Echo) -> Iterator[str]:
     own, thread = client.connection, threading.Thread(target=work)
     thread.start()
     yield place
-    ended.set()
+    ending.set()
     thread.join(SOON)
     assert not wrong
     assert client.connection is own, "its connection was replaced"
@@ -84,7 +85,7 @@ def address(echo: Echo) -> Iterator[str]:
 
 
 @pytest.fixture
-def stranger(address: str) -> Iterator[Callable[[], socket.socket]]:
+def stranger(address: str) -> Iterator[Stranger]:
     host, _, port = address.rpartition(":")
     with ExitStack() as stack:
         yield lambda: stack.enter_context(socket.create_connection((host, int(port)), SOON))
@@ -111,20 +112,6 @@ def ended(connection: Connection[Any, Any]) -> bool:
     return True
 
 
-def test_what_cannot_be_sent_is_refused_where_it_is_and_the_connection_stays(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "MAX_MESSAGE", 10_000)
-    client = TcpClient(lambda: address, SECRET, SOON)
-    for number, (text, says) in enumerate(
-        [("x" * 10_000, r"lower train\.batch"), (float("nan"), "not plain JSON")]
-    ):
-        with pytest.raises(DraftcoreError, match=says):
-            client.call({"producer": "p", "text": text})
-        assert client.call({"producer": "p", "number": number})["number"] == number
-    client.close()
-
-
 # ---------------------------------------------------------------- strangers
 
 
@@ -134,11 +121,9 @@ def test_a_trainer_of_another_secret_is_believed_nothing() -> None:
             authenticated(sock, b"another", serves=True)
 
     client, thread = answering(pretend)
-    with pytest.raises(
-        ChannelAway, match=r"the trainer's queue at 127.0.0.1:\d+ did not answer"
-    ) as e:
+    says = r"(?s)the trainer's queue at 127.0.0.1:\d+ did not answer.*its address and secret"
+    with pytest.raises(ChannelAway, match=says):
         client.call({"producer": "p"})
-    assert "its address and secret" in str(e.value)
     thread.join(SOON)
 
 
@@ -161,9 +146,7 @@ def drip(sock: socket.socket) -> None:
 
 @pytest.mark.parametrize("do", [mirror, drip])
 def test_a_stranger_that_knows_no_secret_is_shown_out_in_time(
-    stranger: Callable[[], socket.socket],
-    do: Callable[[socket.socket], None],
-    monkeypatch: pytest.MonkeyPatch,
+    stranger: Stranger, do: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "HANDSHAKE", 0.5)
     with suppress(ConnectionError):
@@ -191,8 +174,9 @@ ENDS = [framed(REQUEST)[:sent] for sent in (0, 2, 10)]
 
 
 def test_a_liars_connection_ends_and_nobody_elses(
-    stranger: Callable[[], socket.socket], echo: Echo, monkeypatch: pytest.MonkeyPatch
+    stranger: Stranger, echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is a producer that has come back lost with its old connection."""
     died: list[object] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     for number, lie in enumerate([*LIES, *ENDS], 1):
@@ -203,12 +187,7 @@ def test_a_liars_connection_ends_and_nobody_elses(
         assert lie in ENDS or ended(connection), lie[:20]
         connection.close()
         echo.wait_for(*["liar"] * number)
-    assert not died
-
-
-def test_a_producer_that_has_come_back_is_not_lost_with_its_old_connection(
-    stranger: Callable[[], socket.socket], echo: Echo
-) -> None:
+    echo.gone.clear()
     old, new = liar(stranger()), liar(stranger())
     old.close()
     stranger().close()  # its end is noticed after that of the old connection was, or about then
@@ -216,6 +195,7 @@ def test_a_producer_that_has_come_back_is_not_lost_with_its_old_connection(
     assert new.recv_bytes()
     new.close()
     echo.wait_for("liar")
+    assert not died
 
 
 @pytest.mark.parametrize("way", ["silent", "closes", "no JSON"])
@@ -244,15 +224,22 @@ def test_a_client_asks_again_where_a_reply_is_broken(
     assert asked == [b'{"producer":"p"}'] * 2
 
 
-# ---------------------------------------------------------------- addresses
+# ---------------------------------------------------------------- addresses, and what is too long
 
 
-def test_a_port_that_is_taken_and_a_host_that_is_not_here_are_refused(
-    address: str, echo: Echo
+def test_what_cannot_be_listened_to_or_sent_is_refused_where_it_is_and_the_connection_stays(
+    address: str, echo: Echo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place, says in ((address, "choose another port"), ("192.0.2.1:0", "cannot listen on 192")):
         with pytest.raises(UsageError, match=says):
             TcpChannel.open(f"tcp://{place}", SECRET).serve(echo)
+    monkeypatch.setattr(tcp, "MAX_MESSAGE", 10_000)
+    client = TcpClient(lambda: address, SECRET, SOON)
+    for text, says in (("x" * 10_000, r"lower train\.batch"), (float("nan"), "not plain JSON")):
+        with pytest.raises(DraftcoreError, match=says):
+            client.call({"producer": "p", "text": text})
+        assert client.call({"producer": "p", "number": 1})["number"] == 1
+    client.close()
 
 
 @pytest.mark.parametrize(

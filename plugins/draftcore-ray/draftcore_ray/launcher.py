@@ -43,7 +43,6 @@ from draftcore_ray.options import RayOptions, Request
 # Ray kills what an actor started when the actor ends; a rank has to save first.
 LET_SAVE = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
 POLL_EVERY = 0.2  # seconds between two looks at the hosts
-LOOPBACK = "127.0.0.2"  # as Ray takes 127.0.0.1 for the address that others see
 DOING = "still trains in the run's folder: waiting for its end, or its machine's"
 START = 120.0  # seconds that a host may take to start, which imports Ray and draftcore
 SHOW_WAITING_AFTER = 10.0  # seconds
@@ -120,7 +119,11 @@ class Driver:
             time.sleep(POLL_EVERY)
 
     def start_ranks(self) -> None:
-        """Place the ranks together, as many as there is room for, and producers that find the first."""
+        """Place the ranks together, as many as there is room for, and producers where some is left."""
+        self.drop(
+            self.producers + self.stopping
+        )  # they hold room, and look for the queue where it was
+        self.producers, self.stopping = [], []
         size = self.job.ranks
         while not self.place(size):
             if size == 1:
@@ -135,8 +138,6 @@ class Driver:
         strategy = PlacementGroupSchedulingStrategy(self.group)
         hosts = [self.host(self.options.rank, scheduling_strategy=strategy) for _ in range(size)]
         self.ranks = [Process(f"rank {rank}", host) for rank, host in enumerate(hosts)]
-        self.drop(self.producers)  # they look for the queue where it was
-        self.producers = []
         places = self.ask([host.address.remote(0 if at else 2) for at, host in enumerate(hosts)])
         if not places:
             for one in self.ranks:
@@ -358,9 +359,7 @@ class Driver:
 def _connect(options: RayOptions, stack: contextlib.ExitStack) -> None:
     """Join the cluster, or start one on this machine, until the stack closes."""
     address = options.address or os.environ.get("RAY_ADDRESS")
-    own: dict[str, Any] = {} if address else {"_node_ip_address": LOOPBACK}
-    if not address:
-        own["include_dashboard"] = False
+    own: dict[str, Any] = {} if address else {"include_dashboard": False}
     try:
         host, _, port = (address or "").rpartition(":")
         if port.isdecimal() and "/" not in host:  # ray would go on trying for minutes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,11 @@ def describe() -> Sequence[Offer]:
 
 @hookimpl
 def launcher(name: str, options: RayOptions) -> Launcher:
+    if not (options.address or os.environ.get("RAY_ADDRESS")):  # a cluster for this run alone
+        # Ray reads it when it is imported, and all that it starts then listens on 127.0.0.1 alone.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Else Ray makes a file of one, which others may read.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     from draftcore_ray.launcher import RayLauncher
 
     return RayLauncher(options)

@@ -40,8 +40,9 @@ class OnRay(Run):
         marks = self.run.glob("checkpoints/step-*/COMPLETE")
         return max((int(mark.parent.name[5:]) for mark in marks), default=0)
 
-    def require_calm(self, losses: dict[int, float]) -> None:
-        """Every sample was used once per epoch, and these are the losses, to the bit."""
+    def require_calm(self, process: Any, losses: Any, seconds: float = LONG) -> None:
+        """Wait for the end: every sample was used once per epoch, and these are the losses."""
+        assert self.wait(process, seconds) == 0, self.output()
         assert set(self.uses().values()) == {EPOCHS}
         assert self.losses() == losses
 

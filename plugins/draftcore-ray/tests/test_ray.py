@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from draftcore_sdk.launchers import LauncherSuite
 from draftcore_sdk.plugins import PluginSuite
+
+from tests.ranks import listening
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -78,9 +81,17 @@ def test_producers_on_machines_of_their_own_are_heard_in_the_one_terminal_and_ct
 
 
 def test_without_an_address_the_run_has_a_cluster_of_its_own(
-    cluster: Cluster, make_run: MakeRun
+    cluster: Cluster, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though another runs on this machine."""
-    run = make_run(launcher="ray", ranks=1, options={"rank": {"cpus": 1}})
-    run.finish("topology.producers=1", "train.max_steps=2")
-    assert run.checkpoint() == 2
+    """Though another runs on this machine. Nobody else reaches it, and Ray makes no file of its token."""
+    run = make_run(launcher="ray", ranks=1, producers=1, options={"rank": {"cpus": 1}})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    process = run.start("train.epochs=4000")
+    run.until(lambda: run.steps() >= 1, process)
+    hosts = [host for host, _ in listening(process.pid)]
+    assert len(hosts) > 4, "of the queue, and of Ray's"
+    assert set(hosts) <= {"127.0.0.1", "::ffff:7f00:1"}
+    assert not (tmp_path / ".ray").exists()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LONG) == 130, run.output()
+    assert run.checkpoint()
