@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
@@ -62,7 +63,7 @@ def use_counts(tokenizer: Any) -> torch.nn.Module:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("algorithm", "usecount")]
+    return [Offer("algorithm", "usecount", frozenset({"layout:serving"}))]
 
 
 @hookimpl
@@ -96,6 +97,11 @@ def collate(samples: Sequence[Sample]) -> DraftBatch:
         attention_mask_BT=padded(torch.ones_like(s.loss_mask_T) for s in samples),
         features={n: padded(s.features[n] for s in samples) for n in samples[0].features},
     )
+
+
+@hookimpl
+def export_draft(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
 
 
 @hookimpl

@@ -169,6 +169,7 @@ class Run:
             max_steps=train.max_steps,
         )  # fmt: skip
         self.observers, self.evaluate, self.plugins = Observer(), evaluate, plugins
+        self.held_out = "these"  # rows
         self.algorithms = {label: Algorithm(terms) for label in labels}
         self.masked, self.bad = set[int](), dict[int, str]()  # rows without loss; that turn out bad
         self.stop_after = self.dry_after = 10**9  # batches, of this rank
@@ -204,7 +205,7 @@ class Run:
     def build(self) -> Run:
         """Build the drafts and load their checkpoints."""
         request = FeatureRequest((0,), False, "float32")
-        about = {"target": "none", "plugins": [], "features": "made up"}
+        about = {"target": "none", "plugins": [], "features": "made up", "held_out": self.held_out}
         everybody = registry_of(self.observers, *self.plugins)
         watching = observers(Registry(()) if self.ranks.rank else everybody)
         opened = SimpleNamespace(ranks=self.ranks, observers=watching, width=WIDTH)
