@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,12 +20,8 @@ TENSORS = load_file(GOLDENS / "misc.safetensors")
 def test_the_learning_rate_follows_the_golden_trace(schedule: Schedule) -> None:
     trace = TRACE[f"optimizer_{schedule}"]
     total = trace["total_steps"]
-    ours = [
-        learning_rate(
-            s, total, peak=trace["lr"], warmup_ratio=trace["warmup_ratio"], schedule=schedule
-        )
-        for s in range(total)
-    ]
+    shape: Any = {"peak": trace["lr"], "warmup_ratio": trace["warmup_ratio"]}
+    ours = [learning_rate(s, total, schedule=schedule, **shape) for s in range(total)]
     assert ours == pytest.approx(trace["lr_used_at_step"], rel=1e-9, abs=1e-12)
 
 
@@ -57,9 +53,7 @@ def test_clipping_and_the_update_follow_the_golden_trace(schedule: Schedule) -> 
 
 
 def test_a_schedule_ends_near_zero_and_never_divides_by_zero() -> None:
+    shape: Any = {"peak": 1.0, "warmup_ratio": 0.5, "schedule": "cosine"}
     for total in (1, 2, 3, 50):
-        rates = [
-            learning_rate(s, total, peak=1.0, warmup_ratio=0.5, schedule="cosine")
-            for s in range(total)
-        ]
+        rates = [learning_rate(s, total, **shape) for s in range(total)]
         assert all(0 <= rate <= 2 for rate in rates)
