@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    Sample,
-    StepContext,
-    StepOutput,
-    TrainingDefaults,
-)
+from draftcore.contracts import algorithm
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
@@ -74,12 +68,8 @@ def feature_request(target: TargetSpec) -> FeatureRequest:
 @hookimpl
 def build_draft(target: TargetSpec) -> Draft:
     module = use_counts(target.load_tokenizer())
-    return Draft(
-        module=module,
-        config={},
-        defaults=TrainingDefaults(lr=1.0, warmup_ratio=0.0, clip=1e12),
-        parameter_groups=[{"params": list(module.parameters())}],
-    )
+    defaults = algorithm.TrainingDefaults(lr=1.0, warmup_ratio=0.0, clip=1e12)
+    return Draft(module, {}, defaults, [{"params": list(module.parameters())}])
 
 
 @hookimpl

@@ -65,17 +65,14 @@ class Mixing:
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         for batch in batches:
-            wrong = {
-                at: f"row {row} is bad" for at, row in enumerate(batch.rows) if row in self.bad
-            }
-            if wrong:
-                raise BadRows(wrong)
+            hit = [(at, row) for at, row in enumerate(batch.rows) if row in self.bad]
+            if hit:
+                raise BadRows({at: f"row {row} is bad" for at, row in hit})
             self.captured.append(batch.index)
             scale = max(map(len, batch.token_ids)) + 0.1 * len(batch.rows)
             rows = [torch.tensor(ids).float() * scale for ids in batch.token_ids]
-            yield CapturedBatch(
-                batch, tuple({NAMES[0]: torch.stack([row, -row], dim=1)} for row in rows)
-            )
+            both = ({NAMES[0]: torch.stack([row, -row], dim=1)} for row in rows)
+            yield CapturedBatch(batch, tuple(both))
 
     def close(self) -> None:
         self.closed += 1
@@ -118,6 +115,9 @@ class Infinite(Mixing):
                     features[NAMES[0]][-1, 1] = torch.nan
             yield one
         self.bad = bad
+
+
+KINDS = Mixing, Infinite, Delivering, Far
 
 
 class World:

@@ -19,6 +19,8 @@ from tests.kernel.conftest import STORE
 if TYPE_CHECKING:
     from tests.kernel.conftest import Site
 
+Patch = pytest.MonkeyPatch
+Captured = pytest.CaptureFixture[str]
 HERE = version("pluggy")
 OBSERVER = "@hookimpl\ndef step_finished(step): ...\n"
 FORGOTTEN = "def capture(target): ...\ndef helper(): ...\ndef evaluated(step): ..."
@@ -106,9 +108,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("source", "problem"), BROKEN.items(), ids=BROKEN.values())
-def test_a_bad_plugin_is_broken_with_its_reason_and_the_others_load(
-    site: Site, source: str, problem: str
-) -> None:
+def test_a_bad_plugin_is_broken_and_others_load(site: Site, source: str, problem: str) -> None:
     site.plugin("bad", source)
     site.store("good")
     bad, good = site.load().plugins
@@ -126,9 +126,7 @@ def test_a_whole_algorithm_and_an_optional_hook_of_a_newer_core_are_ready(site: 
     assert states(site) == {"newer": "ready", "whole": "ready"}
 
 
-def test_a_broken_import_is_fixed_by_what_is_not_installed_or_by_the_plugin_installed_again(
-    site: Site,
-) -> None:
+def test_a_broken_import_is_fixed_by_what_is_lacking_or_by_the_plugin_anew(site: Site) -> None:
     requires = ["surely-missing-engine>=2", "pluggy>=1", "other; extra == 'more'"]
     site.plugin("bad", "import surely_missing", requires=requires)
     site.metadata("draftcore-gone", {"gone": "fake_gone"})
@@ -140,9 +138,7 @@ def test_a_broken_import_is_fixed_by_what_is_not_installed_or_by_the_plugin_inst
     "bound",
     [">=99", "<0.1", "==0.1", "~=99.0", ">=1.5; python_version>'3.99'", "==1.*", f"=={HERE}.0"],
 )
-def test_a_plugin_whose_requirement_is_here_in_another_version_is_broken(
-    site: Site, bound: str
-) -> None:
+def test_a_plugin_that_requires_another_version_is_broken(site: Site, bound: str) -> None:
     """Whatever the form of the bound; a marker that does not apply asks for nothing."""
     site.plugin("bad", OBSERVER, requires=[f"pluggy{bound}"])
     found = site.judged("bad")
@@ -153,9 +149,7 @@ def test_a_plugin_whose_requirement_is_here_in_another_version_is_broken(
         assert found.problem == f"requires pluggy{bound}; here: pluggy {HERE}"
 
 
-def test_ctrl_c_at_import_is_not_swallowed_and_names_the_plugin(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_at_import_is_not_swallowed(site: Site, capsys: Captured) -> None:
     site.plugin("slow", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         _ = site.load().plugins
@@ -163,9 +157,7 @@ def test_ctrl_c_at_import_is_not_swallowed_and_names_the_plugin(
     assert capsys.readouterr().err == said
 
 
-def test_what_a_plugin_prints_at_import_goes_to_stderr_once(
-    site: Site, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_plugin_prints_goes_to_stderr_once(site: Site, capfd: Captured) -> None:
     site.plugin("chatty", "print('hello')\n1 / 0")
     registry = site.load()
     for _ in range(2):
@@ -217,8 +209,8 @@ def test_entry_points_that_nobody_can_read_are_listed_as_broken(site: Site) -> N
     assert site.judged("tor").fix == "pip install --force-reinstall draftcore-torn"
 
 
-def test_plugins_that_are_left_out_are_listed_and_not_imported(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_plugins_that_are_left_out_are_listed(
+    site: Site, monkeypatch: Patch, capsys: Captured
 ) -> None:
     site.core()
     site.plugin("crashes", "raise AssertionError('imported')")
@@ -230,9 +222,7 @@ def test_plugins_that_are_left_out_are_listed_and_not_imported(
         site.load().named("crashes")
 
 
-def test_of_two_folders_the_first_is_taken_also_where_it_is_a_checkout_with_egg_info(
-    site: Site, tmp_path: Path
-) -> None:
+def test_of_two_folders_the_first_is_taken_also_a_checkout(site: Site, tmp_path: Path) -> None:
     site.store("good")
     other, egg = tmp_path / "elsewhere", tmp_path / "src/draftcore_good.egg-info"
     site.metadata("Draftcore_Good", {"good": "fake_good"}, version="9", folder=other)
@@ -372,8 +362,8 @@ def test_a_name_of_ours_is_taken_from_its_dist_and_another_only_by_its_plugin(si
 
 
 @pytest.mark.parametrize("owner", ["broken", "disabled", "missing"])
-def test_where_the_owner_of_a_name_cannot_be_used_that_is_the_error_and_nobody_stands_in(
-    site: Site, monkeypatch: pytest.MonkeyPatch, owner: str
+def test_where_a_names_owner_cannot_be_used_nobody_stands_in(
+    site: Site, monkeypatch: Patch, owner: str
 ) -> None:
     for name in ("fork", "another"):
         offer(site, name, "shm")
@@ -403,9 +393,7 @@ def test_two_plugins_with_one_offer_are_both_named(site: Site) -> None:
         site.load().find("store", "other", plugin="a")
 
 
-def test_a_broken_plugin_of_the_offers_name_or_dist_is_its_reason_unless_one_is_ready(
-    site: Site,
-) -> None:
+def test_a_broken_plugin_of_that_name_or_dist_is_the_reason_unless_one_is_ready(site: Site) -> None:
     for name in ("sglang", "mine"):
         site.plugin(name, "1 / 0")
     for kind, name, plugin in (("capture", "sglang-server", "sglang"), ("store", "mine", "mine")):

@@ -26,6 +26,7 @@ from tests.training.conftest import same
 if TYPE_CHECKING:
     from tests.training.conftest import NewRun, Run
 
+Patch = pytest.MonkeyPatch
 FILES = ("draft.safetensors", "optimizer.safetensors", "state.json")
 
 
@@ -47,7 +48,7 @@ def run(new_run: NewRun) -> Run:
 # ---------------------------------------------------------------- what is there
 
 
-def test_the_newest_whole_checkpoint_is_found_with_the_state_that_was_saved(
+def test_the_newest_whole_checkpoint_is_found(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One without its mark was being written when its process was killed: it does not exist."""
@@ -96,9 +97,7 @@ ALTERED: dict[str, Callable[[Path, bytes], object]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", ALTERED)
-def test_an_altered_file_is_named_with_a_remedy(
-    run: Run, new_run: NewRun, name: str, way: str
-) -> None:
+def test_an_altered_file_is_named(run: Run, new_run: NewRun, name: str, way: str) -> None:
     file = folder(run, 4) / name
     ALTERED[way](file, file.read_bytes())
     with pytest.raises(DraftcoreError) as caught:
@@ -165,7 +164,7 @@ class Brings:
 
 
 @pytest.mark.parametrize("plugins", [[], [Brings()]], ids=["AdamW", "another"])
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_stopped(
+def test_a_resumed_run_ends_with_the_bits_of_a_whole_one(
     new_run: NewRun, plugins: list[object]
 ) -> None:
     """Weights, random numbers, and all that any optimizer keeps of weights and groups, in its types."""
@@ -207,7 +206,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_stopped(
 class Slow:
     """Lets the writing of the checkpoint of step 3 wait until step 5 is finished, or the run failed."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: Patch) -> None:
         self.save, self.ready, self.said = checkpoint.save, threading.Event(), list[str]()
         patch.setattr(checkpoint, "save", self.write)
 
@@ -228,9 +227,7 @@ class Slow:
         self.said.append(f"saved {open_checkpoint(folder).step}")
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_beside_a_write(new_run: NewRun, monkeypatch: Patch) -> None:
     """It is of its own step; the next one, and the end of the run, wait for it."""
     settings: dict[str, Any] = {"dropout": 0.5, "epochs": 2, "checkpoint_every": 3}
     settings["keep_checkpoints"] = 9
@@ -244,8 +241,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert same(*(load_file(folder(one, step) / name) for one in (run, straight)))
 
 
-def test_a_checkpoint_is_whole_though_the_run_fails_while_it_is_written(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_is_whole_though_the_run_fails_meanwhile(
+    new_run: NewRun, monkeypatch: Patch
 ) -> None:
     slow = Slow(monkeypatch)
     run = new_run(epochs=2, checkpoint_every=3, plugins=[slow])
@@ -290,8 +287,8 @@ def test_the_best_step_of_the_same_held_out_rows_is_kept_with_the_newest(new_run
     assert best(new_run().folder / "checkpoints") == {}
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_and_no_half_one(
-    run: Run, new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_leaves_no_half_checkpoint(
+    run: Run, new_run: NewRun, monkeypatch: Patch
 ) -> None:
     def full(tensors: dict[str, Tensor], file: Path) -> None:
         if file.name == FILES[1]:

@@ -192,9 +192,7 @@ def test_it_is_measured_with_the_weights_of_now(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_all_that_is_found_is_in_the_report_as_numbers_and_leaves_no_trace(
-    tmp_path: Path, training: bool
-) -> None:
+def test_all_that_is_found_is_reported_and_leaves_no_trace(tmp_path: Path, training: bool) -> None:
     """What an evaluation finds, and what plugins add to what is there so far, of the draft as evaluated.
 
     Neither random numbers, the module's mode, nor gradients change.
@@ -215,9 +213,7 @@ def test_all_that_is_found_is_in_the_report_as_numbers_and_leaves_no_trace(
     assert torch.is_grad_enabled()
 
 
-def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole(
-    setting: Setting,
-) -> None:
+def test_held_out_rows_are_captured_once_for_all_drafts_and_stay_whole(setting: Setting) -> None:
     held_out, capture = setting.open(), setting.capture
     assert setting.asked == [("eval", "2026-11-25", 64)], "the date of the rows trained on"
     assert capture.opened == 0, "not before they are needed"
@@ -233,7 +229,7 @@ def test_held_out_rows_are_captured_once_for_all_drafts_and_steps_and_stay_whole
         assert one.loss_mask_T.tolist() == DATA.loss_mask(row).tolist()
 
 
-def test_held_out_rows_that_are_missing_or_have_no_finite_feature_are_refused_in_words(
+def test_held_out_rows_that_are_missing_or_not_finite_are_refused(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.capture.broken = 3

@@ -59,7 +59,7 @@ def require_equal(run: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize("terms", [1, 2, 3])
-def test_the_gradient_is_that_of_the_mean_over_all_supervised_tokens_of_each_term(
+def test_the_gradient_is_that_of_each_terms_mean_over_all_tokens(
     new_run: NewRun, terms: int
 ) -> None:
     """By hand, rows one after the other, without padding, however a step is cut into batches.
@@ -113,9 +113,7 @@ class AsTerms:
         return StepOutput(terms=[term], counts=output.counts)
 
 
-def test_a_loss_is_one_ratio_or_several_terms_and_a_single_one_is_a_ratio_to_the_bit(
-    new_run: NewRun,
-) -> None:
+def test_a_loss_is_one_ratio_or_several_terms_and_one_term_is_a_ratio(new_run: NewRun) -> None:
     made = {"ratio": [], "term": [AsTerms()]}
     require_equal(*(new_run(n, dropout=0.5, plugins=p).trained() for n, p in made.items()))
     one, two = torch.tensor(1.0), torch.tensor(2.0)
@@ -131,9 +129,7 @@ def test_a_loss_is_one_ratio_or_several_terms_and_a_single_one_is_a_ratio_to_the
             StepOutput(**wrong)
 
 
-def test_all_steps_are_trained_in_the_plans_order_counted_from_one_and_batches_are_let_go(
-    new_run: NewRun,
-) -> None:
+def test_steps_are_trained_in_the_plans_order_and_batches_are_let_go(new_run: NewRun) -> None:
     """Steps and epochs in losses, of training and held out, in samples, and in what observers hear."""
     run = new_run(epochs=2, accumulate=3).build()  # three steps an epoch, of a batch to three each
     assert run.train() == ("complete", {})
@@ -197,9 +193,7 @@ def test_an_optimizer_and_a_schedule_of_a_plugin_take_the_steps(new_run: NewRun)
 
 
 @pytest.mark.parametrize("terms", [1, 3])
-def test_gradients_are_shown_divided_and_unclipped_and_are_copies(
-    new_run: NewRun, terms: int
-) -> None:
+def test_gradients_are_shown_divided_unclipped_and_copied(new_run: NewRun, terms: int) -> None:
     watch = Watch()
     settings: dict[str, Any] = {"dropout": 0.5, "clip": 1e-3, "terms": terms}
     shown = new_run("shown", plugins=[watch], **settings).trained()
@@ -236,7 +230,7 @@ class Stopper:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_a_stop_ends_training_after_its_step_with_a_checkpoint_that_goes_on(
+def test_a_stop_ends_training_with_a_checkpoint_that_goes_on(
     new_run: NewRun, evaluation: bool
 ) -> None:
     """Also after a step whose checkpoint was there; and a stop after the last step is none."""
@@ -252,9 +246,7 @@ def test_a_stop_ends_training_after_its_step_with_a_checkpoint_that_goes_on(
     assert again.last().state["stopped"] is None
 
 
-def test_a_stop_leaves_the_checkpoint_that_a_run_of_so_many_steps_ends_with(
-    new_run: NewRun,
-) -> None:
+def test_a_stop_leaves_the_checkpoint_that_a_shorter_run_ends_with(new_run: NewRun) -> None:
     """To the bit, random numbers too: of the step that was begun after it nothing is in there."""
     found: list[dict[str, Tensor]] = []
     for name, more in (("stopped", {"plugins": [Stopper(2)]}), ("short", {"max_steps": 2})):
@@ -278,7 +270,7 @@ def test_a_stop_of_one_of_several_drafts_leaves_the_others_alone(new_run: NewRun
 
 @both_optimizers
 @pytest.mark.parametrize("way", ["skipped", "masked"])
-def test_a_step_without_anything_to_learn_changes_nothing_and_counts(
+def test_a_step_that_teaches_nothing_changes_nothing(
     new_run: NewRun, way: str, plugins: list[object]
 ) -> None:
     """No weight decay, no momentum, no bias correction: to the bit."""
@@ -329,7 +321,7 @@ def test_rows_that_turn_out_bad_are_left_out_and_kept_in_the_checkpoint(new_run:
 
 @both_optimizers
 @pytest.mark.parametrize("terms", [1, 3])
-def test_a_gradient_that_is_not_finite_names_its_row_and_leaves_the_weights(
+def test_a_gradient_that_is_not_finite_names_its_row(
     new_run: NewRun, terms: int, plugins: list[object]
 ) -> None:
     straight = new_run("straight", terms=terms, plugins=plugins).build()
@@ -359,9 +351,7 @@ def test_a_row_of_an_earlier_batch_of_the_step_is_in_what_is_named(new_run: NewR
 
 
 @both_optimizers
-def test_one_of_several_drafts_that_fails_leaves_the_others_as_if_it_was_not_there(
-    new_run: NewRun, plugins: list[object]
-) -> None:
+def test_a_draft_that_fails_leaves_the_others_alone(new_run: NewRun, plugins: list[object]) -> None:
     run = new_run(labels=("a", "b", "c"), dropout=0.5, plugins=plugins).build()
     run.algorithms["b"].wrong = poison(*range(13), step=3)
     reason, failed = run.train()
@@ -452,7 +442,7 @@ def test_a_run_that_is_complete_takes_no_step(new_run: NewRun) -> None:
     assert same(again.weights(), before)
 
 
-def test_a_first_signal_is_noted_also_twice_at_once_and_a_later_one_acts(
+def test_a_first_signal_is_noted_also_twice_and_a_later_one_acts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
@@ -473,9 +463,7 @@ def test_a_first_signal_is_noted_also_twice_at_once_and_a_later_one_acts(
 # ---------------------------------------------------------------- reporting, saving, evaluating
 
 
-def test_checkpoints_lines_and_evaluations_are_written_as_often_as_is_asked(
-    new_run: NewRun,
-) -> None:
+def test_lines_checkpoints_and_evaluations_come_as_often_as_is_asked(new_run: NewRun) -> None:
     def evaluate(built: Draft, context: StepContext) -> dict[str, Any]:
         assert not context.training
         return {"loss": context.step / context.total_steps, "epoch": context.epoch}

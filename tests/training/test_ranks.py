@@ -158,7 +158,7 @@ def talk(ranks: Ranks, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "terms"), [(2, 1), (3, 1), (2, 3)])
-def test_ranks_end_with_the_weights_of_one_and_equal_to_the_bit(
+def test_ranks_end_with_the_weights_of_one(
     start: Start, new_run: NewRun, ranks: int, terms: int
 ) -> None:
     """Steps of five batches leave a rank with fewer than others, and the last, of one, with none.
@@ -182,9 +182,7 @@ def test_ranks_end_with_the_weights_of_one_and_equal_to_the_bit(
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_rows_that_one_rank_skips_are_skipped_by_all_and_kept(
-    start: Start, new_run: NewRun
-) -> None:
+def test_rows_that_one_rank_skips_are_skipped_by_all(start: Start, new_run: NewRun) -> None:
     settings: dict[str, Any] = {"rows": 16, "accumulate": 4, "epochs": 2}
     bad = {row: f"row {row} is odd" for row in (1, 6, 12)}
     said = start(train, bad=bad, **settings).said()
@@ -206,7 +204,7 @@ def test_rows_that_one_rank_skips_are_skipped_by_all_and_kept(
     [({"stop": [3, NEVER[0]]}, 2), ({"dry": [NEVER[0], 3]}, 1), ({"dry": [3, NEVER[0]]}, 1)],
     ids=["asked to stop", "rank 1 lacks a batch", "rank 0 lacks a batch"],
 )
-def test_a_stop_of_one_rank_ends_all_after_the_same_step(
+def test_a_stop_of_one_rank_ends_all_after_one_step(
     start: Start, settings: dict[str, Any], step: int
 ) -> None:
     """The step at which it is asked; not one for which a batch does not come."""
@@ -229,9 +227,7 @@ class Impatient:
         return Stop("two are enough") if step == 2 else None
 
 
-def test_an_observers_stop_ends_all_ranks_after_the_same_step(
-    start: Start, new_run: NewRun
-) -> None:
+def test_an_observers_stop_ends_all_ranks_after_one_step(start: Start, new_run: NewRun) -> None:
     """And what observers see of gradients is the sum over ranks, divided."""
     settings: dict[str, Any] = {"rows": 21, "accumulate": 4, "batch": 1, "plugins": [Impatient()]}
     ended = start(train, **settings)
@@ -245,7 +241,7 @@ def test_an_observers_stop_ends_all_ranks_after_the_same_step(
 @pytest.mark.parametrize(
     ("rank", "error", "code"), [(0, DraftcoreError, 1), (1, UsageError, 2), (1, RuntimeError, 1)]
 )
-def test_an_error_of_one_rank_ends_the_other_with_its_name(
+def test_an_error_of_one_rank_ends_the_other(
     start: Start, rank: int, error: type[Exception], code: int
 ) -> None:
     """Also with its exit status; gloo may add what it thinks of a peer that is gone."""
@@ -275,7 +271,7 @@ def test_what_ranks_say_reaches_all_of_them_also_one_alone(start: Start, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT"])
-def test_ranks_that_lack_a_plugin_or_half_of_an_environment_are_refused_with_what_is_lacking(
+def test_ranks_without_plugin_or_half_an_environment_say_what_is_lacking(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -50,9 +50,7 @@ def test_the_best_step_is_spared_named_and_exported(verb: Verb, tmp_path: Path) 
     assert "best needs train.eval_every" in said
 
 
-def test_a_run_that_is_beyond_what_is_asked_says_where_it_stands(
-    verb: Verb, tmp_path: Path
-) -> None:
+def test_a_run_beyond_what_is_asked_says_where_it_stands(verb: Verb, tmp_path: Path) -> None:
     """Also one of several drafts, while another is trained up to there."""
     two = ["algorithm=null", *(f"drafts.{label}.algorithm.name=usecount" for label in "ab")]
     verb("train", *two)
@@ -67,7 +65,7 @@ def test_a_run_that_is_beyond_what_is_asked_says_where_it_stands(
 
 
 @pytest.mark.parametrize("place", ["building", "a capture", "a step", "an evaluation", "a GPU"])
-def test_too_little_memory_is_answered_with_what_was_asked_and_what_to_lower(
+def test_too_little_memory_is_answered_in_words(
     verb: Verb, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """No plugin is at fault. Afterwards the same command goes on."""
