@@ -57,8 +57,6 @@ class Run:
             config[key] = change.format(folder) if uri else {**config.get(key, {}), **change}
         self.yaml.write_text(yaml.safe_dump(config))
 
-    # ------------------------------------------------------------ processes
-
     def line(self, *arguments: str, verb: str = "train") -> list[str]:
         """Return the command of a verb: `train` launches the run's other processes."""
         files = [HERE / "usecount.py", HERE / "fault_points.py"]
@@ -134,8 +132,6 @@ class Run:
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.01)
         return found
-
-    # ------------------------------------------------------------ what came out
 
     def steps(self) -> int:
         file = self.run / "metrics.jsonl"

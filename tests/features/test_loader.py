@@ -37,9 +37,6 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-# ---------------------------------------------------------------- equal samples
-
-
 @pytest.mark.parametrize(
     ("kind", "skipped", "bad"),
     [
@@ -89,9 +86,6 @@ def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> N
     within(batches.close)
 
 
-# ---------------------------------------------------------------- a store that keeps
-
-
 def test_a_store_of_another_cut_is_read_row_by_row(world: World) -> None:
     ids, lengths = world.samples.feature_ids, world.samples.lengths.tolist()
     found = read(world.stored(Plan(ids, lengths, batch=5, accumulate=1, seed=0)))
@@ -118,9 +112,6 @@ def test_a_sample_that_the_store_lacks_is_named_with_a_remedy(world: World) -> N
     world.store.free(world.store.lookup(world.samples.feature_ids[4:5]).values())
     with pytest.raises(DraftcoreError, match=r"missing from the store file:.*\n  run `draftcore"):
         read(source)
-
-
-# ---------------------------------------------------------------- published refs
 
 
 def without(name: str) -> Change:
@@ -167,9 +158,6 @@ def test_refs_that_do_not_fit_are_told_why(world: World, change: Change, said: s
     else:
         assert isinstance(found, BadRows)
         assert list(found.reasons) == [1]
-
-
-# ---------------------------------------------------------------- working ahead, and the end
 
 
 class Counted:

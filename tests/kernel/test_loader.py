@@ -6,7 +6,6 @@ import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,10 +13,7 @@ from draftcore.contracts.offers import Kind
 from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
 from draftcore.training import checkpoint
-from tests.kernel.conftest import STORE
-
-if TYPE_CHECKING:
-    from tests.kernel.conftest import Site
+from tests.kernel.conftest import STORE, Site
 
 Patch = pytest.MonkeyPatch
 Captured = pytest.CaptureFixture[str]
@@ -25,25 +21,21 @@ HERE = version("pluggy")
 OBSERVER = "@hookimpl\ndef step_finished(step): ...\n"
 FORGOTTEN = "def capture(target): ...\ndef helper(): ...\ndef evaluated(step): ..."
 WRAPPER = "@hookimpl(wrapper=True)\ndef feature_store(uri):\n    return (yield)\n"
-ALGORITHM = """
-@hookimpl
-def describe():
-    return [Offer("algorithm", "mine", frozenset({"disagg"}))]
-@hookimpl
-def feature_request(target): ...
-@hookimpl
-def build_draft(target): ...
-@hookimpl
-def collate(samples): ...
-@hookimpl
-def forward_loss(draft, batch): ...
-@hookimpl
-def build_disagg_draft_input(batch): ...
-"""
+HOOKS = [
+    "feature_request(target)",
+    "build_draft(target)",
+    "collate(samples)",
+    "forward_loss(draft)",
+]
 
 
 def offering(offers: str, more: str = "") -> str:
     return f"@hookimpl\ndef describe():\n    {offers}\n{more}"
+
+
+ALGORITHM = offering('return [Offer("algorithm", "mine", frozenset({"disagg"}))]')
+for hook in (*HOOKS, "build_disagg_draft_input(batch)"):
+    ALGORITHM += f"@hookimpl\ndef {hook}: ...\n"
 
 
 def offer(site: Site, plugin: str, name: str, more: str = "") -> None:
@@ -76,9 +68,6 @@ def test_plugins_are_sorted_by_name_with_their_offers_and_hooks(site: Site) -> N
         assert [(offer.kind, offer.name) for offer in plugin.offers] == [("store", name)]
         assert plugin.hooks == ("describe", "feature_store")
         assert plugin.import_ms > 0
-
-
-# ------------------------------------------------------------ what is wrong with a plugin's code
 
 
 BROKEN = {
@@ -186,9 +175,6 @@ def test_a_class_is_refused_but_its_instance_is_a_plugin(site: Site) -> None:
     assert (good.state, good.hooks) == ("ready", ("step_finished",))
 
 
-# ------------------------------------------------------------ metadata
-
-
 def test_two_dists_with_one_plugin_name_are_a_conflict_and_neither_is_imported(site: Site) -> None:
     site.store("same")
     site.module("fake_other", "raise AssertionError('imported')")
@@ -256,11 +242,9 @@ def test_a_requirement_that_is_met_or_is_not_on_the_core_is_no_obstacle(site: Si
 def test_the_origin_is_the_editable_folder_or_the_commit(site: Site) -> None:
     site.store("good")
     git = '"vcs_info": {"vcs": "git", "commit_id": "0abc"}'
+    here = '"file:///home/my%20plugin", "dir_info": {"editable": true}'
     for direct_url, origin in (
-        (
-            '"file:///home/me/my%20plugin", "dir_info": {"editable": true}',
-            "editable: /home/me/my plugin",
-        ),
+        (here, "editable: /home/my plugin"),
         (f'"https://x.org/p.git", {git}', "git+https://x.org/p.git@0abc"),
         ('"https://x.org/p-0.1-py3-none-any.whl", "archive_info": {}', ""),
         ("", ""),
@@ -268,9 +252,6 @@ def test_the_origin_is_the_editable_folder_or_the_commit(site: Site) -> None:
         file = site.folder / "draftcore_good-0.1.dist-info" / "direct_url.json"
         file.write_text(f'{{"url": {direct_url}}}')
         assert (site.judged("good").state, site.judged("good").origin) == ("ready", origin)
-
-
-# ------------------------------------------------------------ loose files
 
 
 def test_a_loose_file_is_a_plugin_named_by_its_stem(site: Site) -> None:
@@ -293,9 +274,6 @@ def test_a_loose_file_never_stands_in_for_what_is_installed_by_its_name(site: Si
     assert [plugin.state for plugin in same] == ["conflict", "conflict"]
     assert taken.state == "broken"
     assert "is a module of that name" in taken.problem
-
-
-# ------------------------------------------------------------ choosing
 
 
 def test_an_unknown_name_lists_what_is_there_and_invents_no_pip_line(site: Site) -> None:
@@ -353,9 +331,8 @@ def test_a_name_of_ours_is_taken_from_its_dist_and_another_only_by_its_plugin(si
     registry = site.load([site.loose("fake_loose", STORE.replace("NAME", "shm"))])
     assert registry.find("store", "shm").dist == "draftcore-shm"
     assert imported() == {"fake_shm"}
-    assert [registry.find("store", "shm", plugin).name for plugin in ("fork", "fake_loose")] == [
-        "fork", "fake_loose",
-    ]  # fmt: skip
+    for plugin in ("fork", "fake_loose"):
+        assert registry.find("store", "shm", plugin).name == plugin
     assert registry.find("store", "shm").dist == "draftcore-shm"
     offer(site, "faster", "shm", ', frozenset({"fast"})')
     assert site.load().offering("store", "fast") == []
@@ -403,9 +380,6 @@ def test_a_broken_plugin_of_that_name_or_dist_is_the_reason_unless_one_is_ready(
     assert site.load().find("store", "mine").name == "other"
 
 
-# ------------------------------------------------------------ importing what is chosen
-
-
 def test_choosing_imports_the_built_in_plugin_and_the_one_of_that_name(site: Site) -> None:
     site.core()
     site.store("a")
@@ -431,9 +405,6 @@ def test_a_loose_file_is_asked_before_what_is_installed(site: Site) -> None:
     file = site.loose("fake_loose", STORE.replace("NAME", "mine"))
     assert site.load([file]).find("store", "mine").name == "fake_loose"
     assert imported() == {"fake_loose"}
-
-
-# ------------------------------------------------------------ manifests
 
 
 def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -> None:

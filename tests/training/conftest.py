@@ -234,8 +234,6 @@ class Run:
         self.trainers[0].accumulate(batch, last=True)
         self.trainers[0].update(1)
 
-    # ------------------------------------------------------------ as a loader
-
     def __iter__(self) -> Iterator[Loaded]:
         return self
 
@@ -252,8 +250,6 @@ class Run:
 
     def release(self) -> None:
         self.released += 1
-
-    # ------------------------------------------------------------ what became of it
 
     def weights(self, at: int = 0) -> dict[str, Tensor]:
         return {n: t.clone() for n, t in self.trainers[at].built.module.state_dict().items()}

@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +21,7 @@ from draftcore.contracts.algorithm import Draft, StepContext
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.training import checkpoint
 from draftcore.training.checkpoint import MARK, best, latest, open_checkpoint
-from tests.training.conftest import same
-
-if TYPE_CHECKING:
-    from tests.training.conftest import NewRun, Run
+from tests.training.conftest import NewRun, Run, same
 
 Patch = pytest.MonkeyPatch
 FILES = ("draft.safetensors", "optimizer.safetensors", "state.json")
@@ -43,9 +40,6 @@ def steps(run: Run) -> list[int]:
 def run(new_run: NewRun) -> Run:
     """A run with checkpoints of steps 3 and 4."""
     return new_run(dropout=0.5, checkpoint_every=1).trained()
-
-
-# ---------------------------------------------------------------- what is there
 
 
 def test_the_newest_whole_checkpoint_is_found(
@@ -126,9 +120,6 @@ def test_a_checkpoint_of_another_draft_names_what_does_not_fit(run: Run) -> None
     assert "second.weight" not in str(caught.value)
 
 
-# ---------------------------------------------------------------- to the bit
-
-
 class Odd(torch.optim.Optimizer):
     """Keeps tensors of two types, a number, a word and nothing; and counts in its group."""
 
@@ -198,9 +189,6 @@ def test_a_resumed_run_ends_with_the_bits_of_a_whole_one(
             tensor = isinstance(value, Tensor)
             assert torch.equal(found, value) if tensor else found == value
             assert not tensor or found.dtype == value.dtype
-
-
-# ---------------------------------------------------------------- writing
 
 
 class Slow:

@@ -119,8 +119,6 @@ class Setting:
         module = nn.Sequential(linear, nn.Dropout(0.5))
         self.draft = Draft(module, {}, TrainingDefaults(1e-3, 0.0, 1.0), [])
 
-    # ------------------------------------------------------------ as the run, its rows and evaluation
-
     def samples(self, part: str, date: str, limit: int) -> Rows:
         self.asked.append((part, date, limit))
         return DATA
@@ -143,8 +141,6 @@ class Setting:
             return {"acceptance_length": 2.5}
 
         return measure
-
-    # ------------------------------------------------------------ what is measured
 
     def open(self) -> HeldOut:
         """What measures drafts, as a run opens it once for all."""

@@ -8,7 +8,8 @@ import signal
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from draftcore import hookimpl
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepContext, StepOutput, Stop
 from draftcore.errors import DraftcoreError
 from draftcore.stopping import stop_on_signal
-from tests.training.conftest import NAME, same
+from draftcore.training.optimizer import build_optimizer, learning_rate, scale_and_clip
+from tests.training.conftest import NAME, NewRun, Run, same
 
-if TYPE_CHECKING:
-    from tests.training.conftest import NewRun, Run
+Schedule = Literal["cosine", "constant"]
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 class Fused:
@@ -53,9 +55,6 @@ def require_equal(run: Run, other: Run) -> None:
     """Losses and weights, to the bit."""
     assert run.losses() == other.losses()
     assert same(run.weights(), other.weights())
-
-
-# ---------------------------------------------------------------- the update
 
 
 @pytest.mark.parametrize("terms", [1, 2, 3])
@@ -143,9 +142,6 @@ def test_steps_are_trained_in_the_plans_order_and_batches_are_let_go(new_run: Ne
     assert run.losses()[-1] < run.losses()[0]
     assert ("saved", "", 6) in run.observers.said
     assert next(run.uses, None) is None
-
-
-# ---------------------------------------------------------------- what plugins may answer
 
 
 class Descent:
@@ -265,9 +261,6 @@ def test_a_stop_of_one_of_several_drafts_leaves_the_others_alone(new_run: NewRun
     assert [found.step for label in ("a", "b") if (found := run.found(label))] == [2, 4]
 
 
-# ---------------------------------------------------------------- steps that change nothing
-
-
 @both_optimizers
 @pytest.mark.parametrize("way", ["skipped", "masked"])
 def test_a_step_that_teaches_nothing_changes_nothing(
@@ -316,9 +309,6 @@ def test_rows_that_turn_out_bad_are_left_out_and_kept_in_the_checkpoint(new_run:
     require_equal(run, new_run("again", skipped=run.bad).trained())
 
 
-# ---------------------------------------------------------------- gradients that are not finite
-
-
 @both_optimizers
 @pytest.mark.parametrize("terms", [1, 3])
 def test_a_gradient_that_is_not_finite_names_its_row(
@@ -365,9 +355,6 @@ def test_a_draft_that_fails_leaves_the_others_alone(new_run: NewRun, plugins: li
     assert run.found("b") is None
 
 
-# ---------------------------------------------------------------- a step ahead
-
-
 class Reads(TorchFunctionMode):
     """Notes whenever a number of a tensor is read: on a device that is a wait."""
 
@@ -408,9 +395,6 @@ def test_a_step_that_is_evaluated_is_so_before_the_next_one_begins(new_run: NewR
     run = new_run(rows=6, accumulate=1, eval_every=2, evaluate=lambda *_: {})
     found = [event for event in events_of(run.build()) if event != "read"]
     assert found[:6] == ["forward 1", "forward 2", "step 1", "step 2", "evaluated 2", "forward 3"]
-
-
-# ---------------------------------------------------------------- being stopped
 
 
 def test_a_run_that_is_asked_to_stop_ends_its_step_and_saves(new_run: NewRun) -> None:
@@ -460,9 +444,6 @@ def test_a_first_signal_is_noted_also_twice_and_a_later_one_acts(
         signal.signal(signal.SIGINT, inherited)
 
 
-# ---------------------------------------------------------------- reporting, saving, evaluating
-
-
 def test_lines_checkpoints_and_evaluations_come_as_often_as_is_asked(new_run: NewRun) -> None:
     def evaluate(built: Draft, context: StepContext) -> dict[str, Any]:
         assert not context.training
@@ -507,3 +488,34 @@ def test_lines_past_the_step_that_is_resumed_and_odd_ones_are_dropped(new_run: N
         stream.write(json.dumps({"step": 3, "loss": 7}).encode() + b"\n")
         stream.write(b'7\n[1]\n{}\n{"step": "x"}\n\xff\n{"step": 4, "lo')
     assert new_run().trained().losses() == new_run("straight").trained().losses()
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_rates_clipping_and_updates_follow_the_golden_trace(schedule: Schedule) -> None:
+    """The gradient is given doubled with denominator 2, so the division is tested too."""
+    trace = json.loads((GOLDENS / "misc.json").read_text())[f"optimizer_{schedule}"]
+    tensors: dict[str, Tensor] = load_file(GOLDENS / "misc.safetensors")
+    shape: Any = {"peak": trace["lr"], "warmup_ratio": trace["warmup_ratio"], "schedule": schedule}
+    rates = [learning_rate(s, trace["total_steps"], **shape) for s in range(trace["total_steps"])]
+    assert rates == pytest.approx(trace["lr_used_at_step"], rel=1e-9, abs=1e-12)
+    weight, start = torch.nn.Parameter(torch.zeros(2, 3)), None
+    settings: Any = {"weight_decay": trace["weight_decay"], "betas": tuple(trace["betas"])}
+    optimizer = build_optimizer([{"params": [weight]}], **settings)
+    for step in range(5):
+        at = f"optimizer.{schedule}.{{}}.{step}".format
+        grad, after = tensors[at("grad")], tensors[at("weight_after")]
+        weight.grad = 2 * grad
+        norm = scale_and_clip([weight], torch.tensor(2.0), trace["max_grad_norm"])
+        assert float(norm) == pytest.approx(trace["pre_clip_grad_norm"][step], rel=1e-6)
+        optimizer.param_groups[0]["lr"] = trace["lr_used_at_step"][step]
+        optimizer.step()
+        # The trace starts from weights that it does not hold: compare the movement from step 0 on.
+        start = after - weight.detach() if start is None else start
+        torch.testing.assert_close(weight.detach() + start, after, rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_ends_near_zero_and_never_divides_by_zero() -> None:
+    shape: Any = {"peak": 1.0, "warmup_ratio": 0.5, "schedule": "cosine"}
+    for total in (1, 2, 3, 50):
+        rates = [learning_rate(s, total, **shape) for s in range(total)]
+        assert all(0 <= rate <= 2 for rate in rates)

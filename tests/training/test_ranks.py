@@ -54,10 +54,6 @@ class Ended:
         assert all(same(other, first) for other in others)
         return first
 
-    def lines(self) -> list[Any]:
-        text = (self.folder / "run/metrics.jsonl").read_text()
-        return [json.loads(line) for line in text.splitlines()]
-
 
 Start = Callable[..., Ended]
 
@@ -78,9 +74,6 @@ def start(tmp_path: Path) -> Start:
     return start
 
 
-# ---------------------------------------------------------------- what a rank does
-
-
 def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) -> None:
     """Join the others, work, and say what came of it; ends the process."""
     try:
@@ -93,16 +86,10 @@ def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) 
 
 
 def train(
-    ranks: Ranks,
-    folder: Path,
-    *,
-    bad: Any = (),
-    stop: Any = NEVER,
-    dry: Any = NEVER,
-    **settings: Any,
+    ranks: Ranks, folder: Path, *, bad: Any = (), stop: Any = NEVER, dry: Any = NEVER, **more: Any
 ) -> Any:
     """Train the toy; `stop` and `dry` are for each rank after how many batches that happens."""
-    run = Run(folder / "run", ranks=ranks, **settings)
+    run = Run(folder / "run", ranks=ranks, **more)
     run.bad = dict(bad)
     run.stop_after, run.dry_after = [*stop, *NEVER][ranks.rank], [*dry, *NEVER][ranks.rank]
     reason, _ = run.train()
@@ -154,9 +141,6 @@ def talk(ranks: Ranks, folder: Path) -> Any:
     return {**found, "errors": errors}
 
 
-# ---------------------------------------------------------------- the update
-
-
 @pytest.mark.parametrize(("ranks", "terms"), [(2, 1), (3, 1), (2, 3)])
 def test_ranks_end_with_the_weights_of_one(
     start: Start, new_run: NewRun, ranks: int, terms: int
@@ -178,7 +162,7 @@ def test_ranks_end_with_the_weights_of_one(
     for name, wanted in one.weights().items():
         torch.testing.assert_close(weights[name], wanted, rtol=1e-4, atol=1e-5)
     for key in ("loss", "error", "grad_norm"):
-        ours, theirs = ([line[key] for line in lines] for lines in (ended.lines(), one.lines()))
+        ours, theirs = ([line[key] for line in run.lines()] for run in (new_run(), one))
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
@@ -194,9 +178,6 @@ def test_rows_that_one_rank_skips_are_skipped_by_all(start: Start, new_run: NewR
     assert [row for row, _ in found.state["skipped"]] == [1, 6, 12]
     for name, wanted in load_file(found.folder / "draft.safetensors").items():
         torch.testing.assert_close(wanted, one.weights()[name], rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------- the end
 
 
 @pytest.mark.parametrize(
@@ -235,7 +216,7 @@ def test_an_observers_stop_ends_all_ranks_after_one_step(start: Start, new_run: 
     assert [one["ended"] for one in said] == [["stopped", 2, ["impatient", "two are enough"]]] * 2
     assert said[0]["saved"] == [2]
     largest = [line["largest"] for line in new_run("one", **settings).trained().lines()]
-    assert [line["largest"] for line in ended.lines()] == pytest.approx(largest, rel=1e-4)
+    assert [line["largest"] for line in new_run().lines()] == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +234,6 @@ def test_an_error_of_one_rank_ends_the_other(
     assert ended.output(1 - rank).startswith(
         f"error: rank {rank} failed\n  {name}this rank has had enough\n    let it rest\n"
     )
-
-
-# ---------------------------------------------------------------- what ranks say
 
 
 def test_what_ranks_say_reaches_all_of_them_also_one_alone(start: Start, tmp_path: Path) -> None:
