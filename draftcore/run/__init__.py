@@ -301,8 +301,7 @@ class DraftRun(OpenDraft):
 
         Raises UsageError where a plugin that took part in its run is not here.
         """
-        ranks = self.run.ranks
-        root = self.folder / "checkpoints"
+        ranks, root = self.run.ranks, self.folder / "checkpoints"
         if folder == Path("best"):
             folder = root / best(root).get("step", "best")
         opened = open_checkpoint(folder) if folder else ranks.on_rank0(lambda: latest(root))

@@ -34,10 +34,11 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, target: Path, /, *, producers: int = 0, samples: int = SAMPLES, **changes: Any
+        self, folder: Path, target: Path, /, *, producers: int = 0, samples: int = SAMPLES,
+        faults: str = "", **changes: Any,
     ) -> None:  # fmt: skip
         self.folder, self.run, self.yaml = folder, folder / "run", folder / "run.yaml"
-        self.samples, self.faults, self.marks = samples, "", folder / "marks"
+        self.samples, self.faults, self.marks = samples, faults, folder / "marks"
         self.marks.mkdir(parents=True)
         rows = conversations(folder / "train.jsonl", samples)
         config: dict[str, Any] = {

@@ -28,8 +28,7 @@ TOPOLOGIES: list[dict[str, Any]] = [
 
 
 def test_a_process_may_be_killed_at_any_named_point(make_run: Make, undisturbed: Any) -> None:
-    run = make_run(producers=2)
-    run.faults = " ".join(f"kill:{point}" for point in POINTS)
+    run = make_run(producers=2, faults=" ".join(f"kill:{point}" for point in POINTS))
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {f"kill-{point}" for point in POINTS}
     run.require_done(undisturbed)
@@ -40,10 +39,8 @@ def test_who_captures_with_a_shared_target_starts_again_as_a_whole(make_run: Mak
     """One of those that hold a part of the target is killed; whoever waits for it goes, too."""
     pytest.importorskip("accelerate")
     shared = {"target": {"tensor_parallel": 2}}
-    alone = make_run(**shared)
-    alone.finish()
-    run = make_run(producers=1, **shared)
-    run.faults = "pace:0.05"
+    (alone := make_run(**shared)).finish()
+    run = make_run(producers=1, **shared, faults="pace:0.05")
     launcher = run.start()
     run.until(lambda: run.steps() >= 1, launcher)
     (*_, part) = (pid for pid in run.descendants() if "spawn_main" in run.command(pid))
@@ -60,18 +57,15 @@ def test_who_captures_with_a_shared_target_starts_again_as_a_whole(make_run: Mak
 def test_sharded_ranks_may_be_killed_while_a_checkpoint_is_written(make_run: Make) -> None:
     """Training is a step ahead then; the ranks go on from the checkpoint before, to the same bits."""
     changes: dict[str, Any] = {"topology": {"ranks": 2}, "train": {"accumulate": 2, "shard": True}}
-    alone = make_run(**changes)
-    alone.finish()
-    run = make_run(**changes)
-    run.faults = "kill:written@2 kill:unmarked@2"
+    (alone := make_run(**changes)).finish()
+    run = make_run(**changes, faults="kill:written@2 kill:unmarked@2")
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {"kill-written@2", "kill-unmarked@2"}
     run.require_done(alone.losses())
 
 
 def test_the_same_command_goes_on_whatever_ended_it(make_run: Make, undisturbed: Any) -> None:
-    run = make_run(producers=1)
-    run.faults = "pace:0.2"
+    run = make_run(producers=1, faults="pace:0.2")
     launcher = run.start()
     run.until(lambda: run.steps() >= 3, launcher)
     launcher.kill()
@@ -120,8 +114,7 @@ def test_random_processes_are_killed_or_frozen_at_random_moments(
     seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
     print(f"DRAFTCORE_SEED={seed + number} of DRAFTCORE_SOAK=1")
     chance = random.Random(seed + number)
-    run = make_run(**TOPOLOGIES[(seed + number) % len(TOPOLOGIES)])
-    run.faults = "ttl:2 pace:0.2"
+    run = make_run(**TOPOLOGIES[(seed + number) % len(TOPOLOGIES)], faults="ttl:2 pace:0.2")
     launcher = run.start()
     for _ in range(ROUNDS):
         time.sleep(chance.uniform(0.2, 9))
@@ -149,8 +142,7 @@ def test_random_processes_are_killed_or_frozen_at_random_moments(
 
 @pytest.mark.long
 def test_ranks_may_be_killed_and_their_number_may_change(make_run: Make) -> None:
-    alone = make_run(train={"accumulate": 2})
-    alone.finish()
+    (alone := make_run(train={"accumulate": 2})).finish()
     run = make_run(producers=1, topology={"ranks": 2}, train={"accumulate": 2})
     run.faults = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
     run.finish("train.max_steps=7")

@@ -17,16 +17,8 @@ from torch import Tensor, nn
 
 from draftcore import hookimpl
 from draftcore.config import Choice, DataConfig, RunConfig, TargetConfig, TrainConfig
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    Sample,
-    SampleId,
-    StepContext,
-    StepOutput,
-    Stop,
-    TrainingDefaults,
-)
+from draftcore.contracts import algorithm
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import Loaded, Ranks
 from draftcore.data.plan import Plan
@@ -161,7 +153,7 @@ class Run:
         self.stop_after = self.dry_after = 10**9  # batches, of this rank
         self.read = self.released = 0
         self.finished, self.trainers = list[int](), list[Trainer]()
-        self.stopped = dict[str, Stop]()
+        self.stopped = dict[str, algorithm.Stop]()
 
     def length(self, row: int) -> int:
         return 2 + row % 5
@@ -170,7 +162,7 @@ class Run:
         made = torch.Generator().manual_seed(row)
         shape, mask = self.length(row), torch.arange(self.length(row)) % 3 != 1
         return Sample(
-            SampleId(f"s{row}", epoch),
+            algorithm.SampleId(f"s{row}", epoch),
             torch.randint(0, 5, (shape,), generator=made),
             mask & (row not in self.masked),
             {NAME: torch.randn(shape, WIDTH, generator=made, dtype=torch.float64).float()},
@@ -180,7 +172,7 @@ class Run:
         torch.manual_seed(self.config.train.seed)
         module, head = Module(self.options), frozenset({"head"})
         groups = [{"params": list(module.parameters())}]
-        return Draft(module, {}, TrainingDefaults(1e-2, 0.0, 1.0), groups, frozen=head)
+        return Draft(module, {}, algorithm.TrainingDefaults(1e-2, 0.0, 1.0), groups, frozen=head)
 
     def found(self, label: str = "") -> Checkpoint | None:
         root = self.folder / label / "checkpoints"

@@ -9,6 +9,7 @@ from typing import Any
 from draftcore import hookimpl
 from draftcore.contracts.algorithm import StepContext, StepOutput
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch
+from draftcore.errors import DraftcoreError
 
 Wrapper = Generator[None, Any, Any]
 GPU = (
@@ -23,6 +24,8 @@ def need(place: str) -> None:
     full = os.environ.get("FULL")
     if full == place:
         torch.empty(1 << 55)
+    if full == f"the plugin in {place}":
+        raise DraftcoreError("its ring is out of memory\n  make it larger")
     if (full, place) == ("a GPU", "a step"):
         raise torch.OutOfMemoryError(GPU)
 

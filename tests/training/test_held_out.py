@@ -15,15 +15,8 @@ from torch import nn
 
 from draftcore import hookimpl
 from draftcore.config import Choice, RunConfig, TargetConfig, TrainConfig
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    Sample,
-    SampleId,
-    StepOutput,
-    TrainingDefaults,
-)
-from draftcore.contracts.algorithm import StepContext as Context
+from draftcore.contracts import algorithm
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 from draftcore.contracts.capture import CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
@@ -65,7 +58,7 @@ class Algorithm:
     terms = 1
 
     def __init__(self) -> None:
-        self.modes, self.steps = set[tuple[bool, bool]](), set[Context]()
+        self.modes, self.steps = set[tuple[bool, bool]](), set[StepContext]()
 
     @hookimpl
     def feature_request(self) -> FeatureRequest:
@@ -76,7 +69,7 @@ class Algorithm:
         return padded(samples)
 
     @hookimpl
-    def forward_loss(self, draft: Draft, batch: DraftBatch, context: Context) -> StepOutput:
+    def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
         self.modes.add((draft.module.training, torch.is_grad_enabled()))
         self.steps.add(context)
         loss_BT = draft.module(batch.features[NAME])[..., 0] * batch.loss_mask_BT
@@ -117,7 +110,7 @@ class Setting:
         linear = nn.Linear(1, 1, bias=False)
         nn.init.constant_(linear.weight, 2.0)
         module = nn.Sequential(linear, nn.Dropout(0.5))
-        self.draft = Draft(module, {}, TrainingDefaults(1e-3, 0.0, 1.0), [])
+        self.draft = Draft(module, {}, algorithm.TrainingDefaults(1e-3, 0.0, 1.0), [])
 
     def samples(self, part: str, date: str, limit: int) -> Rows:
         self.asked.append((part, date, limit))
@@ -158,8 +151,8 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(tmp_path)
 
 
-def at(step: int) -> Context:
-    return Context(step, 9, 5, training=False, epoch=1 + step // 5)
+def at(step: int) -> StepContext:
+    return StepContext(step, 9, 5, training=False, epoch=1 + step // 5)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 50])
@@ -218,7 +211,9 @@ def test_held_out_rows_are_captured_once_for_all_drafts_and_stay_whole(setting: 
     assert (capture.opened, capture.closed) == (1, 1)
     assert sorted(row for rows in capture.batches for row in rows) == list(range(7))
     assert {len(rows) for rows in capture.batches} == {1, 2}
-    assert [one.id for one in held_out.samples] == [SampleId(name, 1) for name in DATA.feature_ids]
+    assert [one.id for one in held_out.samples] == [
+        algorithm.SampleId(name, 1) for name in DATA.feature_ids
+    ]
     for row, one in enumerate(held_out.samples):
         tokens = DATA.tokens(row).tolist()
         assert (one.token_ids_T.tolist(), one.features[NAME].flatten().tolist()) == (tokens, tokens)

@@ -81,5 +81,7 @@ def test_too_little_memory_is_answered_in_words(
     assert (", algorithm.options.num_anchors=512, " in said) == (place == "building")
     assert re.search(r", vocabulary \d+; free beside GPUs: [\d.]+ .iB\n  lower these, in th", said)
     assert "hook" not in said
+    monkeypatch.setenv("FULL", "the plugin in a step")
+    assert "\nerror: its ring is out of memory\n  make it larger\n" in verb("train", code=1)
     monkeypatch.delenv("FULL")
     assert "complete: step 4 of 4" in verb("train")
