@@ -144,3 +144,6 @@ def open_run(
                 if error.code:
                     raise
                 raise DraftcoreError(f"{raised(error)} ended the run before its work") from error
+            except Exception as error:
+                run.explain_memory(error)
+                raise

@@ -22,8 +22,7 @@ def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[s
 
     See `open_draft`. Raises UsageError where there is none, or one of another run.
     """
-    checkpoint = draft.checkpoint(folder)
-    if checkpoint is None:
+    if (checkpoint := draft.checkpoint(folder)) is None:
         root = draft.folder / "checkpoints"
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
     state = checkpoint.state
@@ -145,8 +144,6 @@ def without_paths(value: Any) -> Any:
         return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    _, editable, path = value.rpartition("editable: ")  # as a manifest says of a plugin
+    _, editable, path = str(value).rpartition("editable: ")  # as a manifest says of a plugin
     local = os.path.isabs(path) or os.path.exists(os.path.expanduser(path))
-    return f"{editable}{Path(path).name}" if local else value
+    return f"{editable}{Path(path).name}" if local and isinstance(value, str) else value

@@ -61,7 +61,7 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...], trainer:
 @click.command(epilog=EXAMPLE.format("export run.yaml --out my-draft"))
 @configured
 @click.option("--draft", help="One of the run's `drafts`; all if not given.")
-@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder, or best; else the newest.")
 @click.option("--out", type=FOLDER, help="Folder to write; RUN[/DRAFT]/export if not given.")
 @click.option("--layout", default="serving", show_default=True, help="A layout of the algorithm.")
 @click.option("--force", is_flag=True, help="Replace the export that is there.")

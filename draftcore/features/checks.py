@@ -11,13 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draftcore.contracts.capture import (
-    BadRows,
-    Capture,
-    CaptureBatch,
-    CapturedBatch,
-    StoringCapture,
-)
+from draftcore.contracts import capture as contract
+from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, StoringCapture
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem, TensorSpec
 from draftcore.errors import DraftcoreError
 from draftcore.tensors import all_finite
@@ -34,7 +29,7 @@ class CheckedCapture:
     Raises BadRows for rows of another shape or dtype, DraftcoreError for other rows or batches.
     """
 
-    def __init__(self, capture: Capture, plugin_name: str, specs: Specs) -> None:
+    def __init__(self, capture: contract.Capture, plugin_name: str, specs: Specs) -> None:
         self.capture, self.specs, self.close = capture, specs, capture.close
         self.yielded = f"the capture of {plugin_name} yielded"
 
@@ -62,19 +57,18 @@ class CheckedCapture:
         """Capture a batch and put it with its text. Raises BadRows for features that are not finite."""
         text: list[dict[str, Tensor]] = []
         for ids, mask in zip(batch.token_ids, loss_masks, strict=True):
-            token_ids, loss_mask = torch.as_tensor(ids, dtype=torch.long), torch.as_tensor(mask)
-            text.append({"token_ids": token_ids, "loss_mask": loss_mask.to(torch.bool)})
+            parts = torch.as_tensor(ids, dtype=torch.long), torch.as_tensor(mask, dtype=torch.bool)
+            text.append(dict(zip(TEXT, parts, strict=True)))
         if isinstance(self.capture, StoringCapture) and self.capture.reaches(store):
             return self.capture.deliver(batch, text, provenance, store)
         (captured,) = self.features([batch])
         require_finite(captured)
         rows = zip(batch.ids, captured.features, text, strict=True)
-        return store.put_many(
-            [
-                StoreItem(sample, {**features, **t}, len(t["token_ids"]), provenance)
-                for sample, features, t in rows
-            ]
-        )
+        items = [
+            StoreItem(sample, {**features, **t}, len(t["token_ids"]), provenance)
+            for sample, features, t in rows
+        ]
+        return store.put_many(items)
 
 
 def ref_error(

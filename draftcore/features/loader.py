@@ -127,12 +127,9 @@ class Captured:
             except RunEnded:  # a capture that was waited for
                 return
             planned, launched = next(self.uses, None), None
-            if planned is not None and self.stream is not None:
+            if planned is not None and (stream := self.stream) is not None:
                 # What stands in its way is met when the batch is loaded.
-                with (
-                    suppress(DraftcoreError, torch.OutOfMemoryError),
-                    torch.cuda.stream(self.stream),
-                ):
+                with suppress(DraftcoreError, torch.OutOfMemoryError), torch.cuda.stream(stream):
                     launched = self._launch(planned)
             yield loaded
 
@@ -201,12 +198,12 @@ def stored(
                 f"sample {lacking[0]} is missing from the store {store.uri}, which held it\n"
                 "  run `draftcore capture` again, or copy the store again"
             )
-        yield open_refs(planned, [refs[feature_id] for feature_id in ids], store, names)
+        yield open_refs(planned, [refs[i] for i in ids], lambda at: None, store=store, names=names)
 
 
 def open_refs(
-    planned: PlannedBatch, refs: Sequence[SampleRef], store: FeatureStore, names: Sequence[str],
-    on_close: Callable[[int], None] = lambda position: None,
+    planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None], *,
+    store: FeatureStore, names: Sequence[str],
 ) -> Loaded:  # fmt: skip
     """Open a batch's refs, which are those of its rows that are not skipped.
 

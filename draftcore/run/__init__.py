@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -27,16 +29,18 @@ from draftcore.contracts.run import Evaluation, OpenDraft, OpenRun, Ranks, RunSa
 from draftcore.contracts.runner import PhaseName, Runner, RunnerContext
 from draftcore.contracts.store import FeatureStore
 from draftcore.data.samples import batch_of
-from draftcore.errors import UsageError, nearest
+from draftcore.errors import DraftcoreError, UsageError, nearest, raised
 from draftcore.features.checks import CheckedCapture
 from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
-from draftcore.training.checkpoint import Checkpoint, latest, missing, open_checkpoint
+from draftcore.training.checkpoint import Checkpoint, best, latest, missing, open_checkpoint
 from draftcore.training.ranks import SINGLE_RANK
+from draftcore.uris import format_size
 
 Role = Literal["both", "trainer"]
+NO_MEMORY = "out of memory|can't allocate memory|MemoryError"  # as torch and Python say it
 
 
 class Run(OpenRun):
@@ -51,10 +55,9 @@ class Run(OpenRun):
         self.selected = dict[tuple[str, str], Binding]()
         self.opened_evaluation: Evaluation | None = None
         self.capture = self.select("capture", config.capture)
-        if config.store != "auto":
-            registry.find("store", config.store.partition(":")[0])
-        for key in {"batches", "channel"} & config.model_fields_set:
-            registry.find(key, getattr(config, key).partition(":")[0])
+        for key in {"batches", "channel", "store"} & config.model_fields_set:
+            if (name := getattr(config, key).partition(":")[0]) != "auto":
+                registry.find(key, name)
         named, self.target_kind = config.target, self.select("target", config.target)
         self.target_options = self.target_kind.options
         resolved = self.target_options.model_dump(mode="json")
@@ -228,16 +231,33 @@ class Run(OpenRun):
         )  # fmt: skip
         specs = request.feature_specs(self.width)
         checked = CheckedCapture(capture, str(self.capture.plugin), specs)
-        rows = range(len(samples.feature_ids)) if samples and self.target.images else ()
-        with_images = (row for row in rows if samples and samples.images(row))
-        if samples and (row := next(with_images, None)) is not None:
-            trial = batch_of(0, (row,), samples)
-            with ExitStack() as failed:
-                failed.callback(checked.close)
+        if samples is None or not self.target.images:
+            return checked
+        with ExitStack() as failed:
+            failed.callback(checked.close)
+            for row in filter(samples.images, range(len(samples.feature_ids))):
                 with suppress(BadRows):  # a target whose images it cannot capture is refused now
-                    list(checked.features([trial]))
-                failed.pop_all()
+                    list(checked.features([batch_of(0, (row,), samples)]))
+                break
+            failed.pop_all()
         return checked
+
+    def explain_memory(self, error: BaseException) -> None:
+        """Raise DraftcoreError where the cause of an error is too little memory, whoever asked for it."""
+        while error.__cause__ is not None:
+            error = error.__cause__
+        if isinstance(error, DraftcoreError) or not re.search(NO_MEMORY, raised(error)):
+            return
+        options = {k: n for d in self.drafts if d.options for k, n in vars(d.options).items()}
+        counts = [f"algorithm.options.{k}={n}, " for k, n in options.items() if type(n) is int]
+        free = format_size(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        raise DraftcoreError(
+            f"{' '.join(re.split(r'(?<=[.]) ', raised(error))[:3])}\n"
+            f"  asked: train.batch={self.config.train.batch}, data.max_length={self.data.longest}, "
+            f"{''.join(counts)}vocabulary {self.target.vocab_size}; free beside GPUs: {free}\n"
+            "  lower these, in this order, in another run folder, and eval.batch to evaluate; or set "
+            "topology.producers, to capture in other processes, or train.shard, to divide drafts"
+        )
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Any) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""
@@ -277,12 +297,13 @@ class DraftRun(OpenDraft):
             require_exported(Path(value))  # that the draft starts from
 
     def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
-        """Open the checkpoint in a folder, or the draft's newest, if any.
+        """Open the checkpoint in a folder, the draft's `best`, or its newest, if any.
 
         Raises UsageError where a plugin that took part in its run is not here.
         """
-        ranks = self.run.ranks
-        root = self.folder / "checkpoints"
+        ranks, root = self.run.ranks, self.folder / "checkpoints"
+        if folder == Path("best"):
+            folder = root / best(root).get("step", "best")
         opened = open_checkpoint(folder) if folder else ranks.on_rank0(lambda: latest(root))
         with ranks.raise_on_all():
             if opened and (lacking := missing(opened.state["plugins"], self.run.registry)):
@@ -316,12 +337,10 @@ def changed_options(options: BaseModel | None) -> dict[str, Any]:
     """The options that change features, where they are not at their defaults."""
     if options is None:
         return {}
-    extras = {name: info.json_schema_extra for name, info in type(options).model_fields.items()}
-    neutral = {
-        name
-        for name, extra in extras.items()
-        if isinstance(extra, dict) and SAME_FEATURES.items() <= extra.items()
-    }
+    neutral, same = set[str](), SAME_FEATURES.items()
+    for name, info in type(options).model_fields.items():
+        if isinstance(extra := info.json_schema_extra, dict) and same <= extra.items():
+            neutral.add(name)
     return options.model_dump(mode="json", exclude_defaults=True, exclude=neutral)
 
 

@@ -29,8 +29,7 @@ def capture_all(run: Run) -> str:
     """
     features = open_features(run, "capture")
     store, samples = cast(DurableStore, features.store), open_samples(run, features)
-    share = run.config.data.max_skipped
-    skipped = Skipped({}, rows=len(samples.feature_ids), share=share)
+    skipped = Skipped({}, rows=len(samples.feature_ids), share=run.config.data.max_skipped)
     new = fill_store(run, features, samples, make_plan(run, samples), skipped)
     there, size = (stats := store.stats()).samples - new, stats.nbytes / 2**20
     return f"captured {plural(new, 'sample')}, {there} were there: {size:.0f} MiB in {store.uri}"

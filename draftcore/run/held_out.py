@@ -55,8 +55,7 @@ class HeldOut:
                 try:
                     require_finite(captured)
                 except BadRows as error:
-                    where = self.run.data.eval
-                    raise UsageError(f"held-out rows of {where}: {error}") from None
+                    raise UsageError(f"held-out rows of {self.run.data.eval}: {error}") from None
                 by_row |= zip(captured.batch.rows, samples_of(captured, rows, 1), strict=True)
         return [by_row[row] for row in sorted(by_row)]
 

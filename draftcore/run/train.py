@@ -7,7 +7,6 @@ come from, loop, say what came of it.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,23 +20,21 @@ import torch
 from draftcore.contracts.algorithm import DataSummary, Stop
 from draftcore.contracts.capture import CaptureBatch
 from draftcore.contracts.run import LOCK, BatchSource, Loaded, Needed, PlannedBatch, Samples
-from draftcore.contracts.store import FeatureStore, SampleRef
 from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
-from draftcore.files import hold, write_atomic
+from draftcore.files import hold, write_sealed
 from draftcore.run import DraftRun, Role, Run, changes, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
 from draftcore.run.held_out import HeldOut
 from draftcore.stopping import stop_on_signal
 from draftcore.tensors import resolve_device
-from draftcore.training.checkpoint import Checkpoint
-from draftcore.training.loop import Trainer
-from draftcore.training.loop import train as train_loop
+from draftcore.training import loop
+from draftcore.training.checkpoint import RUN, Checkpoint, best, read_run
 from draftcore.uris import format_size
 
 TEXT_BYTES = 9  # of a token in a store, beside its features
@@ -75,7 +72,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         config = run.config.model_dump(mode="json")
         run.observers.run_started(run=run.folder, config=config, total_steps=plan.total_steps)
         try:
-            reason, failed, stopped = train_loop(
+            reason, failed, stopped = loop.train(
                 plan, trainers, loader, skipped=parts.skipped, stop=stop,
                 release_batch=loader.release_batch,
                 finished=elsewhere.finished if elsewhere else lambda position: None,
@@ -116,12 +113,16 @@ def say_end(
     """Say how far each draft came, which rows were skipped, and what plugins stopped."""
     plan, skipped = parts.plan, parts.skipped
     for draft, trainer in zip(parts.run.drafts, parts.trainers, strict=True):
+        if trainer.step > plan.total_steps:
+            continue  # as it began
         stop, samples = stopped.get(draft.label), plan.rows_before(trainer.step)
         outcome = "complete" if reason == "stopped" and stop is None else reason
         say(
             f"{draft.prefix}{outcome}: step {trainer.step} of {plan.total_steps}, "
             f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
         )
+        if named := best(trainer.checkpoints):
+            say(f"{draft.prefix}best: {named['step']}, held-out loss {named['loss']:.4g}")
         if stop is not None:
             say(f"{draft.prefix}stopped by the plugin {stop.plugin}: {stop.reason}")
     if skipped:
@@ -148,7 +149,7 @@ class TrainerParts:
     skipped: Skipped
     prefetch: int
     source: BatchSource | None = None
-    trainers: list[Trainer] = field(default_factory=list)
+    trainers: list[loop.Trainer] = field(default_factory=list)
 
     @property
     def first_step(self) -> int:
@@ -158,17 +159,12 @@ class TrainerParts:
     def needed(self) -> Needed:
         """What brings batches from elsewhere is told."""
         run, features, plan, samples = self.run, self.features, self.plan, self.samples
-        request, store = features.request, features.store
+        request, store = features.request, cast(Any, features.store)
         specs, held = request.feature_specs(run.width), (self.prefetch + 1) * run.ranks.size
 
         def batch_of_all(planned: PlannedBatch) -> tuple[CaptureBatch, tuple[Any, ...]]:
             masks = tuple(samples.loss_mask(row) for row in planned.rows)
             return batch_of(planned.index, planned.rows, samples), masks
-
-        def open_batch(
-            planned: PlannedBatch, refs: Sequence[SampleRef], on_close: Callable[[int], None]
-        ) -> Loaded:
-            return open_refs(planned, refs, cast(FeatureStore, store), request.names, on_close)
 
         return Needed(
             request, features.provenance, store, features.keeps, plan.feature_ids, self.skipped,
@@ -177,7 +173,7 @@ class TrainerParts:
             uses=lambda rank, ranks: plan.uses(self.first_step, rank, ranks),
             largest=plan.largest,
             batch_of=batch_of_all,
-            open_refs=open_batch,
+            open_refs=functools.partial(open_refs, store=store, names=request.names),
             ref_error=lambda batch, refs: ref_error(batch, refs, specs, features.provenance),
         )  # fmt: skip
 
@@ -212,8 +208,8 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
-    every, date = config.train.eval_every, samples.summary.date
-    held_out = HeldOut(run, features, date) if every else None  # before what takes hours
+    # It is opened before what takes hours.
+    held_out = HeldOut(run, features, samples.summary.date) if config.train.eval_every else None
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
@@ -250,14 +246,13 @@ def open_trainers(
             "target": run.target.fingerprint(),
             "features": features.provenance,
             "data": data,
+            "held_out": held_out.rows.summary.fingerprint if held_out else "",
             "plugins": run.manifest([draft], *shared),
         }
         built = draft.build(DataSummary.from_json(data))
         evaluate = functools.partial(held_out.evaluate, draft) if held_out else None
-        trainer = Trainer(
-            draft, draft.request(), about, built, parts.plan, parts.skipped, evaluate, checkpoint
-        )
-        parts.trainers.append(trainer)
+        more = about, built, parts.plan, parts.skipped, evaluate, checkpoint
+        parts.trainers.append(loop.Trainer(draft, draft.request(), *more))
 
 
 def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan: Plan) -> None:
@@ -280,16 +275,9 @@ def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan
 
 def read_run_id(folder: Path) -> str:
     """Return the run's id, made at the first start and kept in the run's folder."""
-    file = folder / "run.json"
-    try:
-        made = uuid.UUID(json.loads(file.read_text())["run_id"]) if file.exists() else uuid.uuid4()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UsageError(
-            f"{file} does not hold a run's id, as draftcore writes it\n"
-            "  delete it to give the run another id, or set another run folder"
-        ) from None
-    write_atomic(file, json.dumps({"run_id": made.hex}))
-    return made.hex
+    known = {"run_id": uuid.uuid4().hex, **read_run(folder)}
+    write_sealed(folder / RUN, known)
+    return str(known["run_id"])
 
 
 # ---------------------------------------------------------------- where batches come from

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import STEPS, digest, sync, write_atomic
+from draftcore.files import STEPS, digest, read_sealed, sync, write_atomic, write_sealed
 from draftcore.plugins.dists import install
 from draftcore.plugins.registry import Registry
 from draftcore.training.optimizer import full, shard_like
@@ -33,6 +34,7 @@ from draftcore.training.ranks import SINGLE_RANK
 
 logger = logging.getLogger(__name__)
 MARK = "COMPLETE"
+RUN = "run.json"  # in a run's folder and a draft's: the run's id, the draft's best step
 FORMAT = 2
 Tensors = dict[str, Tensor]
 DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.json"
@@ -105,7 +107,7 @@ class Checkpoint:
 def save(
     root: Path, weights: Tensors, optimizer: Tensors, state: Mapping[str, Any], keep: int
 ) -> Path:
-    """Write the checkpoint of `state['step']` and drop all but the newest `keep`.
+    """Write the checkpoint of `state['step']` and drop all but the newest `keep` and the best.
 
     `weights` are the draft's, `optimizer` its optimizer's moments and the random states. Raises
     DraftcoreError where they cannot be written.
@@ -134,7 +136,8 @@ def save(
             "  earlier checkpoints are intact; free space and run the same command to go on"
         ) from None
     for old in sorted(root.glob(f"{STEPS}/{MARK}"))[:-keep]:
-        shutil.rmtree(old.parent)
+        if old.parent.name != best(root).get("step"):
+            shutil.rmtree(old.parent)
     return folder
 
 
@@ -150,11 +153,39 @@ def latest(root: Path) -> Checkpoint | None:
     return None
 
 
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return what run.json in a folder holds. Raises UsageError where it was altered."""
+    file = folder / RUN
+    try:
+        return read_sealed(file) if file.exists() else {}
+    except ValueError:
+        remedy = "delete it to give the run another id, or set another run folder"
+        raise UsageError(f"{file} is not as draftcore wrote it\n  {remedy}") from None
+
+
+def best(root: Path) -> Mapping[str, Any]:
+    """Return what run.json says of the best checkpoint under `root`; nothing where none is there.
+
+    Its folder, `step`, and its `loss` on the held-out `rows`.
+    """
+    named = read_run(root.parent).get("best", {})
+    return named if (root / named.get("step", "") / MARK).exists() else {}
+
+
+def name_best(folder: Path, loss: float, rows: str) -> None:
+    """Name a checkpoint in run.json if no other of the same held-out rows has a loss as low."""
+    run, before = folder.parent.parent, best(folder.parent)
+    if math.isfinite(loss) and (before.get("rows") != rows or loss < before["loss"]):
+        named = {"step": folder.name, "loss": loss, "rows": rows}
+        write_sealed(run / RUN, {**read_run(run), "best": named})
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open a checkpoint folder; raises UsageError where it is none or was not finished."""
     if not (folder / MARK).exists():
         there = "is not complete" if (folder / STATE).exists() else "is no checkpoint"
-        raise UsageError(f"{folder} {there}\n  choose a step-* folder that holds a file {MARK}")
+        remedy = f"choose a step-* folder that holds a file {MARK}; best needs train.eval_every"
+        raise UsageError(f"{folder} {there}\n  {remedy}")
     _require_whole(folder / STATE)
     return Checkpoint(folder, json.loads((folder / STATE).read_text()))
 

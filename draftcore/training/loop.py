@@ -29,15 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    Sample,
-    SampleId,
-    StepContext,
-    StepOutput,
-    Stop,
-)
+from draftcore.contracts import algorithm
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput, Stop
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import Loaded, OpenDraft, PlannedBatch, Ranks
 from draftcore.data.plan import Plan
@@ -205,9 +198,8 @@ class Drafts:
                     self.active.remove(trainer)
                     self.stopped[trainer.label] = answer
                 if trainer.evaluation:
-                    self.progress.tell(
-                        f"{trainer.label} step {done}: {trainer.evaluation}".lstrip()
-                    )
+                    line = f"{trainer.label} step {done}: {trainer.evaluation}"
+                    self.progress.tell(line.lstrip())
         if reporting:
             self.progress.show(done, {t.label: t.metrics for t in self.active if t.metrics})
 
@@ -256,7 +248,7 @@ class RandomState:
 class Trainer:
     """One draft in training, from its `last` checkpoint on; all ranks call its methods alike.
 
-    `about` is what its checkpoints keep of the run: target, data, plugins.
+    `about` is what its checkpoints keep of the run: target, data, held-out rows, plugins.
     """
 
     draft: OpenDraft
@@ -276,6 +268,7 @@ class Trainer:
         self.step = self.saved_step = last.step if last is not None else 0
         self.current_step, self.previous_step = Step(), Step()
         self.metrics, self.evaluation = dict[str, float](), ""  # as last reported
+        self.held_out = 0, math.nan  # the step that was evaluated last, and its loss
         self.device = self.ranks.device(self.config.device)
         self.built.module.to(self.device)
         if last is not None:
@@ -341,10 +334,9 @@ class Trainer:
         self.writer = ThreadPoolExecutor(1)
         self.writing: Future[Path] | None = None  # of a checkpoint; by rank 0
         if self.ranks.rank == 0:
-            for pattern in (STEPS, f".{STEPS}.tmp"):
-                for folder in self.checkpoints.glob(pattern):
-                    if not (folder / checkpoint.MARK).exists():  # its process was killed meanwhile
-                        shutil.rmtree(folder)
+            for folder in [*self.checkpoints.glob(STEPS), *self.checkpoints.glob(f".{STEPS}.tmp")]:
+                if not (folder / checkpoint.MARK).exists():  # its process was killed meanwhile
+                    shutil.rmtree(folder)
         log = Path(os.devnull) if self.ranks.rank else self.draft.folder / "metrics.jsonl"
         self.log = MetricsLog(log, self.step)
 
@@ -358,7 +350,8 @@ class Trainer:
             forms = self.request.feature_specs(self.draft.run.width).items()
             features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
             tokens, mask = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.bool)
-            self.forward_backward([Sample(SampleId("", 1), tokens, mask, features)], last=last)
+            nothing = Sample(algorithm.SampleId("", 1), tokens, mask, features)
+            self.forward_backward([nothing], last=last)
 
     def forward_backward(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:
         """Compute a batch's loss and gradient: bf16 compute over fp32 masters, or fp32.
@@ -367,6 +360,7 @@ class Trainer:
         """
         plan, epoch = self.plan, self.step // self.plan.steps_per_epoch + 1
         context = StepContext(self.step + 1, plan.total_steps, self.config.seed, epoch=epoch)
+        asked = {"context": context, "options": self.options}
         half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
         try:
             with self.random:
@@ -375,9 +369,7 @@ class Trainer:
                     if self.sharded:
                         output: StepOutput = self.sharded.loss(batch, context, last=last)
                     else:
-                        output = self.hook.forward_loss(
-                            draft=self.built, batch=batch, context=context, options=self.options
-                        )
+                        output = self.hook.forward_loss(draft=self.built, batch=batch, **asked)
                 terms = weighted(output)
                 for term, (numerator, _) in enumerate(terms):
                     if term:
@@ -442,16 +434,13 @@ class Trainer:
 
     def rates(self) -> list[float]:
         """Return the step's learning rate: the run's, and that of each group of the optimizer."""
-        steps, schedule, ratio = self.plan.total_steps, self.config.schedule, self.warmup_ratio
-        factor = self.hook.schedule(
-            step=self.step + 1, total_steps=steps, warmup_ratio=ratio, options=self.options
-        )
-        return [
-            learning_rate(self.step, steps, peak=peak, warmup_ratio=ratio, schedule=schedule)
-            if factor is None
-            else factor * peak
-            for peak in (self.lr, *(float(group["lr"]) for group in self.fresh_groups))
-        ]
+        shape: Any = {"total_steps": self.plan.total_steps, "warmup_ratio": self.warmup_ratio}
+        factor = self.hook.schedule(step=self.step + 1, options=self.options, **shape)
+        peaks = self.lr, *(float(group["lr"]) for group in self.fresh_groups)
+        if factor is not None:
+            return [factor * peak for peak in peaks]
+        shape["schedule"] = self.config.schedule
+        return [learning_rate(self.step, peak=peak, **shape) for peak in peaks]
 
     def report(self, sums: Sequence[Sums], timing: Mapping[str, float]) -> Stop | None:
         """Write the metrics of the step before; save and evaluate where it is time to.
@@ -486,6 +475,7 @@ class Trainer:
             total, seed = self.plan.total_steps, self.config.seed
             context = StepContext(self.step, total, seed, training=False, epoch=epoch)
             report = self.ranks.on_rank0(lambda: evaluate(whole, context))
+            self.held_out = self.step, report.get("loss", math.nan)
             self.log.write({"step": self.step, "time": time.time(), "evaluation": report})
             self.evaluation = "  ".join(f"{name} {value:.4g}" for name, value in report.items())
             answers = answers + self.observers.evaluated(report=report, **where)
@@ -568,9 +558,11 @@ class Trainer:
     def finish_pending_save(self) -> None:
         """Wait until the checkpoint is whole that is being written, if one is, and tell observers.
 
-        Raises DraftcoreError where it cannot be written.
+        It may be the best so far. Raises DraftcoreError where it cannot be written.
         """
         writing, self.writing = self.writing, None
         if writing is not None:
-            folder = self.ranks.on_rank0(writing.result)
+            folder, (evaluated, loss) = self.ranks.on_rank0(writing.result), self.held_out
+            if evaluated == self.saved_step and not self.ranks.rank:
+                checkpoint.name_best(folder, loss, self.about["held_out"])
             self.observers.checkpoint_saved(folder=folder, step=self.saved_step, draft=self.label)

@@ -24,10 +24,8 @@ def learning_rate(
     warmup = int(warmup_ratio * total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    if schedule == "constant":
-        return peak
     span = total_steps - warmup
-    if span <= 1:
+    if schedule == "constant" or span <= 1:
         return peak
     return peak * (1 + math.cos(math.pi * (step - warmup) / span)) / (1 + math.cos(math.pi / span))
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,49 +34,29 @@ class Run:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        target: Path,
-        /,
-        *,
-        producers: int = 0,
-        samples: int = SAMPLES,
-        **changes: Any,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        self, folder: Path, target: Path, /, *, producers: int = 0, samples: int = SAMPLES,
+        faults: str = "", **changes: Any,
+    ) -> None:  # fmt: skip
         self.folder, self.run, self.yaml = folder, folder / "run", folder / "run.yaml"
-        self.samples, self.faults = samples, ""
-        self.marks = folder / "marks"
-        self.marks.mkdir()
+        self.samples, self.faults, self.marks = samples, faults, folder / "marks"
+        self.marks.mkdir(parents=True)
+        rows = conversations(folder / "train.jsonl", samples)
         config: dict[str, Any] = {
             "run": str(self.run),
             "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
-            "data": {
-                "train": str(conversations(folder / "train.jsonl", samples)),
-                "max_length": 256,
-            },
+            "data": {"train": str(rows), "max_length": 256},
             "algorithm": {"name": "usecount"},
             "train": {
-                "batch": 4,
-                "epochs": EPOCHS,
-                "lr": 1.0,
-                "schedule": "constant",
-                "betas": [0.0, 0.0],
-                "log_every": 1,
-                "checkpoint_every": 4,
-                "device": "cpu",
-                "rank_timeout": 10,
+                "batch": 4, "epochs": EPOCHS, "lr": 1.0, "schedule": "constant", "betas": [0.0, 0.0],
+                "log_every": 1, "checkpoint_every": 4, "device": "cpu", "rank_timeout": 10,
             },
-        }
+        }  # fmt: skip
         if producers:
             config["topology"] = {"producers": producers, "restarts": 40}
-        for key, value in changes.items():
-            config[key] = (
-                value.format(folder) if isinstance(value, str) else {**config.get(key, {}), **value}
-            )
+        for key, change in changes.items():
+            uri = isinstance(change, str)
+            config[key] = change.format(folder) if uri else {**config.get(key, {}), **change}
         self.yaml.write_text(yaml.safe_dump(config))
-
-    # ------------------------------------------------------------ processes
 
     def line(self, *arguments: str, verb: str = "train") -> list[str]:
         """Return the command of a verb: `train` launches the run's other processes."""
@@ -88,12 +68,9 @@ class Run:
         env = {"OMP_NUM_THREADS": "1", "FAULTS": self.faults, "FAULT_MARKS": str(self.marks)}
         with (self.folder / "output.log").open("a") as output:
             return subprocess.Popen(
-                self.line(*arguments, verb=verb),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
+                self.line(*arguments, verb=verb), stdout=output, stderr=subprocess.STDOUT, text=True,
                 env={**os.environ, **env},
-            )
+            )  # fmt: skip
 
     def wait(self, process: subprocess.Popen[str], seconds: float = 300) -> int:
         try:
@@ -157,16 +134,15 @@ class Run:
             time.sleep(0.01)
         return found
 
-    # ------------------------------------------------------------ what came out
-
     def steps(self) -> int:
         file = self.run / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     def losses(self) -> dict[int, float]:
-        lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        assert len({json.loads(line)["step"] for line in lines}) == len(lines)
-        return {r["step"]: r["loss"] for r in map(json.loads, lines)}
+        lines = list(map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines()))
+        losses = {line["step"]: line["loss"] for line in lines}
+        assert len(losses) == len(lines)
+        return losses
 
     def last(self) -> Path:
         return max((self.run / "checkpoints").glob("step-*"))
@@ -185,9 +161,7 @@ class Run:
         self, losses: dict[int, float] | None = None, without: frozenset[int] = frozenset()
     ) -> None:
         """Every sample was used once per epoch, the losses are these, and nothing was left behind."""
-        found = self.uses()
-        wrong = {row: n for row, n in found.items() if n != (0 if row in without else EPOCHS)}
-        assert not wrong, f"uses by row: {wrong}"
+        assert self.uses() == {row: EPOCHS * (row not in without) for row in range(self.samples)}
         assert losses is None or self.losses() == losses
         self.require_clean()
 
@@ -223,12 +197,8 @@ def find_processes(file: str, part: str) -> list[int]:
 class Server:
     """A server that a run talks to and did not start. It may be killed, frozen and started again."""
 
-    def __init__(
-        self, command: Sequence[str | Path], folder: Path, port: int, metrics: int = 0
-    ) -> None:
-        self.command, self.folder = list(map(str, command)), folder
-        self.port, self.metrics = port, metrics
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, command: list[str], folder: Path, port: int, metrics: int) -> None:
+        self.command, self.folder, self.port, self.metrics = command, folder, port, metrics
         self.start()
 
     def start(self) -> None:
@@ -244,9 +214,8 @@ class Server:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -263,8 +232,8 @@ def master(tmp_path: Path) -> Iterator[Server]:
 
     port, metrics = free_port(), free_port()
     place = [f"--rpc_port={port}", f"--metrics_port={metrics}", "--client_ttl=3"]
-    binary = package_folder() / "mooncake_master"
-    server = Server([binary, *FLAGS, *place], tmp_path / "master", port, metrics)
+    command = [str(package_folder() / "mooncake_master"), *FLAGS, *place]
+    server = Server(command, tmp_path / "master", port, metrics)
     yield server
     server.kill()
 

@@ -31,23 +31,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftcore_disagg import tcp
-from draftcore_disagg.channel import to_bytes
+from draftcore_disagg.channel import Client, Json, to_bytes
 
 from draftcore import hookimpl
-
-if TYPE_CHECKING:
-    from draftcore_disagg.channel import Client, Json
-    from torch import Tensor
-
-    from draftcore.contracts.capture import CaptureBatch, CapturedBatch
-    from draftcore.contracts.store import Handle, SampleRef, StoreItem
-    from draftcore.contracts.target import TargetSpec
+from draftcore.contracts.capture import CaptureBatch, CapturedBatch
+from draftcore.contracts.store import Handle, SampleRef, StoreItem
+from draftcore.contracts.target import TargetSpec
 
 FAULTS = [fault.split(":", 1) for fault in os.environ.get("FAULTS", "").split()]
 MARKS = Path(os.environ.get("FAULT_MARKS", "/nonexistent"))
@@ -84,17 +78,6 @@ def word(fault: str) -> str | None:
     return next((place for wanted, place in FAULTS if wanted == fault), None)
 
 
-@contextmanager
-def full_medium() -> Iterator[None]:
-    """Let no file of this process grow: a write fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 class Around:
     """An object with some methods replaced."""
 
@@ -111,30 +94,24 @@ class Around:
 class Capture(Around):
     def __init__(self, inner: Any, target: TargetSpec) -> None:
         super().__init__(inner)
-        self.target = target
+        self.tokenizer = target.load_tokenizer()
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         for captured in self.inner.features(batches):
-            texts = [
-                self.target.load_tokenizer().decode(tokens) for tokens in captured.batch.token_ids
-            ]
+            texts = map(self.tokenizer.decode, captured.batch.token_ids)
             for text, features in zip(texts, captured.features, strict=True):
-                if hits("raise", text):
+                hit = {fault for fault, begins in FAULTS if begins in text}
+                if "raise" in hit:
                     raise RuntimeError(f"no capture of {word('raise')}")
-                if hits("narrow", text):
+                if "narrow" in hit:
                     features.update({name: value[:, :5] for name, value in features.items()})
-                if hits("lacking", text):
+                if "lacking" in hit:
                     features.pop("last_hidden")
-                if hits("nan", text):
+                if "nan" in hit:
                     features["last_hidden"] = features["last_hidden"].clone()
                     features["last_hidden"][2, 3] = float("nan")
             reach("captured")
             yield captured
-
-
-def hits(fault: str, text: str) -> bool:
-    found = word(fault)
-    return found is not None and found in text
 
 
 @hookimpl(wrapper=True)
@@ -145,14 +122,14 @@ def capture(target: TargetSpec) -> Wrapper:
 # ---------------------------------------------------------------- store
 
 
-class HalfPut(dict[str, "Tensor"]):
+class HalfPut(dict[str, Any]):
     """Tensors of a sample, which are asked for twice: to be described, then to be copied."""
 
     def __init__(self, tensors: Any) -> None:
         super().__init__(tensors)
         self.asked = itertools.count(len(self))
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         if next(self.asked) >= len(self):
             reach("put")
         return super().__getitem__(name)
@@ -163,9 +140,13 @@ class HalfPut(dict[str, "Tensor"]):
 
 class Store(Around):
     def put_many(self, items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
-        if now("full", "put"):
-            with full_medium():
+        if now("full", "put"):  # no file of this process can grow: as on a full disk
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+            try:
                 return tuple(self.inner.put_many(items))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
         last = replace(items[-1], tensors=HalfPut(items[-1].tensors))
         refs: tuple[SampleRef, ...] = self.inner.put_many([*items[:-1], last])
         if now("flip", "published"):
@@ -183,12 +164,10 @@ class Store(Around):
 
     def free(self, refs: Iterable[SampleRef]) -> None:
         refs = list(refs)
-        if refs:
-            reach("freeing")
-        self.inner.free(refs[:1])
-        if refs:
-            reach("freed")
-        self.inner.free(refs[1:])
+        for point, some in (("freeing", refs[:1]), ("freed", refs[1:])):
+            if refs:
+                reach(point)
+            self.inner.free(some)
 
 
 @hookimpl(wrapper=True)
@@ -200,10 +179,9 @@ def feature_store() -> Wrapper:
 
 
 class Channel(Around):
-    def serve(self, service: Any) -> str:
+    def serve(self, service: Any) -> Any:
         service.queue.ttl = float(word("ttl") or service.queue.ttl)
-        address: str = self.inner.serve(Served(service))
-        return address
+        return self.inner.serve(Served(service))
 
     def connect(self, find: Callable[[], str]) -> Client:
         return Caller(self.inner.connect(find))

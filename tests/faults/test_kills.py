@@ -1,21 +1,23 @@
-"""kill -9, freezing and Ctrl-C: the weights say that nothing was lost and nothing done twice."""
+"""kill -9, freezing, Ctrl-C, and long runs: nothing is lost, nothing done twice, nothing left behind."""
 
 import os
 import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-MakeRun = Callable[..., Any]
+Make = Callable[..., Any]
 PRODUCER = ["claimed@2", "captured@2", "put@3", "published@2", "reported@2"]
 QUEUE = ["handed@4", "taken@3"]
 TRAINER = ["leased@3", "midstep@5", "stepped@3", "written", "unmarked", "freeing@2", "freed@2"]
 POINTS = [*PRODUCER, *QUEUE, *TRAINER]
 RUNS = int(os.environ.get("DRAFTCORE_SOAK", "1"))
 ROUNDS = 4  # of faults per run
+SLACK = 8 << 20  # bytes; 150 steps that kept their features would hold 15 MB more
 TOPOLOGIES: list[dict[str, Any]] = [
     {"producers": 2},  # over `tcp`, features in shared memory
     {"producers": 2, "channel": "dir:{}/channel", "store": "file:{}/features?volatile=yes"},
@@ -25,27 +27,20 @@ TOPOLOGIES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_process_may_be_killed_at_any_named_point(
-    make_run: MakeRun, undisturbed: dict[int, float]
-) -> None:
-    run = make_run(producers=2)
-    run.faults = " ".join(f"kill:{point}" for point in POINTS)
+def test_a_process_may_be_killed_at_any_named_point(make_run: Make, undisturbed: Any) -> None:
+    run = make_run(producers=2, faults=" ".join(f"kill:{point}" for point in POINTS))
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {f"kill-{point}" for point in POINTS}
     run.require_done(undisturbed)
 
 
 @pytest.mark.long
-def test_who_captures_with_a_shared_target_starts_again_with_all_of_its_processes(
-    make_run: MakeRun,
-) -> None:
+def test_who_captures_with_a_shared_target_starts_again_as_a_whole(make_run: Make) -> None:
     """One of those that hold a part of the target is killed; whoever waits for it goes, too."""
     pytest.importorskip("accelerate")
     shared = {"target": {"tensor_parallel": 2}}
-    alone = make_run(**shared)
-    alone.finish()
-    run = make_run(producers=1, **shared)
-    run.faults = "pace:0.05"
+    (alone := make_run(**shared)).finish()
+    run = make_run(producers=1, **shared, faults="pace:0.05")
     launcher = run.start()
     run.until(lambda: run.steps() >= 1, launcher)
     (*_, part) = (pid for pid in run.descendants() if "spawn_main" in run.command(pid))
@@ -59,23 +54,18 @@ def test_who_captures_with_a_shared_target_starts_again_with_all_of_its_processe
 
 
 @pytest.mark.long
-def test_sharded_ranks_may_be_killed_while_a_checkpoint_is_written(make_run: MakeRun) -> None:
+def test_sharded_ranks_may_be_killed_while_a_checkpoint_is_written(make_run: Make) -> None:
     """Training is a step ahead then; the ranks go on from the checkpoint before, to the same bits."""
     changes: dict[str, Any] = {"topology": {"ranks": 2}, "train": {"accumulate": 2, "shard": True}}
-    alone = make_run(**changes)
-    alone.finish()
-    run = make_run(**changes)
-    run.faults = "kill:written@2 kill:unmarked@2"
+    (alone := make_run(**changes)).finish()
+    run = make_run(**changes, faults="kill:written@2 kill:unmarked@2")
     run.finish()
     assert {mark.name for mark in run.marks.iterdir()} == {"kill-written@2", "kill-unmarked@2"}
     run.require_done(alone.losses())
 
 
-def test_the_same_command_goes_on_whatever_ended_it(
-    make_run: MakeRun, undisturbed: dict[int, float]
-) -> None:
-    run = make_run(producers=1)
-    run.faults = "pace:0.2"
+def test_the_same_command_goes_on_whatever_ended_it(make_run: Make, undisturbed: Any) -> None:
+    run = make_run(producers=1, faults="pace:0.2")
     launcher = run.start()
     run.until(lambda: run.steps() >= 3, launcher)
     launcher.kill()
@@ -100,9 +90,7 @@ def test_the_same_command_goes_on_whatever_ended_it(
     run.require_done(undisturbed)
 
 
-def test_processes_may_freeze_for_longer_than_the_others_wait(
-    make_run: MakeRun, undisturbed: dict[int, float]
-) -> None:
+def test_processes_may_freeze_for_longer_than_others_wait(make_run: Make, undisturbed: Any) -> None:
     run = make_run(producers=2)
     points = ["captured@2", "published@3", "midstep@4"]
     run.faults = "ttl:2 pace:0.3 " + " ".join(f"freeze:{point}" for point in points)
@@ -121,13 +109,12 @@ def test_processes_may_freeze_for_longer_than_the_others_wait(
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(RUNS))
 def test_random_processes_are_killed_or_frozen_at_random_moments(
-    make_run: MakeRun, undisturbed: dict[int, float], number: int, figures: Callable[..., None]
+    make_run: Make, undisturbed: Any, number: int, figures: Callable[..., None]
 ) -> None:
     seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
     print(f"DRAFTCORE_SEED={seed + number} of DRAFTCORE_SOAK=1")
     chance = random.Random(seed + number)
-    run = make_run(**TOPOLOGIES[(seed + number) % len(TOPOLOGIES)])
-    run.faults = "ttl:2 pace:0.2"
+    run = make_run(**TOPOLOGIES[(seed + number) % len(TOPOLOGIES)], faults="ttl:2 pace:0.2")
     launcher = run.start()
     for _ in range(ROUNDS):
         time.sleep(chance.uniform(0.2, 9))
@@ -154,9 +141,8 @@ def test_random_processes_are_killed_or_frozen_at_random_moments(
 
 
 @pytest.mark.long
-def test_ranks_may_be_killed_and_their_number_may_change(make_run: MakeRun) -> None:
-    alone = make_run(train={"accumulate": 2})
-    alone.finish()
+def test_ranks_may_be_killed_and_their_number_may_change(make_run: Make) -> None:
+    (alone := make_run(train={"accumulate": 2})).finish()
     run = make_run(producers=1, topology={"ranks": 2}, train={"accumulate": 2})
     run.faults = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
     run.finish("train.max_steps=7")
@@ -166,3 +152,22 @@ def test_ranks_may_be_killed_and_their_number_may_change(make_run: MakeRun) -> N
     run.require_done()
     assert run.losses() == pytest.approx(alone.losses(), rel=1e-5)
     assert "already trained: 12 steps" in run.finish("topology.ranks=1")
+
+
+def resident(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def test_the_memory_of_no_process_grows_with_the_steps(make_run: Make) -> None:
+    run = make_run(producers=1, train={"epochs": 20})
+    launcher = run.start()
+    run.until(lambda: run.steps() >= 80, launcher)
+    before = {pid: resident(pid) for pid in run.processes()}
+    run.until(lambda: run.steps() >= 230, launcher)
+    grown = {pid: resident(pid) - size for pid, size in before.items()}
+    assert len(grown) == 3
+    assert run.wait(launcher) == 0
+    assert max(grown.values()) < SLACK, grown
+    assert set(run.uses().values()) == {20}
+    run.require_clean()

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 import pytest
 
-MakeRun = Callable[..., Any]
+Make = Callable[..., Any]
 
 
 def masters(run: Any) -> list[int]:
@@ -17,12 +17,10 @@ def masters(run: Any) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: MakeRun) -> None:
-    alone = make_run(samples=96, train={"accumulate": 2})
-    alone.finish()
-    run = make_run(
-        producers=2, samples=96, train={"accumulate": 2}, store="mooncake://?max_bytes=32MiB"
-    )
+def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: Make) -> None:
+    (alone := make_run(samples=96, train={"accumulate": 2})).finish()
+    store = "mooncake://?max_bytes=32MiB"
+    run = make_run(producers=2, samples=96, train={"accumulate": 2}, store=store)
     run.faults = "ttl:2 pace:0.1"
     launcher = run.start()
     run.until(lambda: run.steps() >= 3, launcher)
@@ -48,14 +46,11 @@ def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: MakeRun
 
 
 @pytest.mark.long
-def test_a_master_and_a_trainer_may_die_forget_freeze_and_stay_away_alone_and_together(
-    make_run: MakeRun, undisturbed: dict[int, float], master: Any
+def test_a_master_and_a_trainer_may_die_freeze_and_stay_away(
+    make_run: Make, undisturbed: Any, master: Any
 ) -> None:
-    run = make_run(
-        producers=2,
-        store=f"mooncake://127.0.0.1:{master.port}/run?max_bytes=32MiB&patience=8",
-    )
-    run.faults = "ttl:2 pace:0.3"
+    store = f"mooncake://127.0.0.1:{master.port}/run?max_bytes=32MiB&patience=8"
+    run = make_run(producers=2, store=store, faults="ttl:2 pace:0.3")
     launcher = run.start()
     run.until(lambda: run.steps() >= 3, launcher)
     master.kill()

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    Sample,
-    StepContext,
-    StepOutput,
-    TrainingDefaults,
-)
+from draftcore.contracts import algorithm
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetSpec
@@ -62,7 +57,7 @@ def use_counts(tokenizer: Any) -> torch.nn.Module:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("algorithm", "usecount")]
+    return [Offer("algorithm", "usecount", frozenset({"layout:serving"}))]
 
 
 @hookimpl
@@ -73,12 +68,8 @@ def feature_request(target: TargetSpec) -> FeatureRequest:
 @hookimpl
 def build_draft(target: TargetSpec) -> Draft:
     module = use_counts(target.load_tokenizer())
-    return Draft(
-        module=module,
-        config={},
-        defaults=TrainingDefaults(lr=1.0, warmup_ratio=0.0, clip=1e12),
-        parameter_groups=[{"params": list(module.parameters())}],
-    )
+    defaults = algorithm.TrainingDefaults(lr=1.0, warmup_ratio=0.0, clip=1e12)
+    return Draft(module, {}, defaults, [{"params": list(module.parameters())}])
 
 
 @hookimpl
@@ -96,6 +87,11 @@ def collate(samples: Sequence[Sample]) -> DraftBatch:
         attention_mask_BT=padded(torch.ones_like(s.loss_mask_T) for s in samples),
         features={n: padded(s.features[n] for s in samples) for n in samples[0].features},
     )
+
+
+@hookimpl
+def export_draft(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -25,23 +25,10 @@ from draftcore.errors import DraftcoreError
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Loader
 from draftcore.run.train import TEXT_BYTES
-from tests.features.world import (
-    CPU,
-    NAMES,
-    ORIGIN,
-    SOON,
-    WIDTH,
-    Delivering,
-    Far,
-    Infinite,
-    Mixing,
-    World,
-    loader,
-    read,
-    require_equal,
-    within,
-)
+from tests.features import world as made
+from tests.features.world import KINDS, Mixing, World, loader, read, require_equal, within
 
+NAME, WIDTH = made.NAMES[0], made.WIDTH
 Change = Callable[[SampleRef], SampleRef]
 
 
@@ -50,14 +37,30 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-# ---------------------------------------------------------------- equal samples
+@pytest.mark.parametrize(
+    ("kind", "skipped", "bad"),
+    [
+        *((Mixing, skipped, ()) for skipped in ([], [4], [0, 3, 7], range(11))),
+        *((kind, [], (2, 5)) for kind in KINDS),
+    ],
+)
+def test_a_capture_and_a_store_give_the_same_samples_to_the_bit(
+    tmp_path: Path, kind: type[Mixing], skipped: Sequence[int], bad: Sequence[int]
+) -> None:
+    """Left out are rows that were skipped, also where a batch, or all of them, has none left.
 
-
-def test_a_capture_and_a_store_give_the_same_samples_to_the_bit(world: World) -> None:
+    And those that turn out bad: the others of their batch are captured without them.
+    """
+    world = World(tmp_path, skipped=skipped)
+    world.capture = lambda: kind(bad=bad)
+    left = set(range(11)) - {*skipped, *bad}
     wanted = read(world.captured())
-    assert len(wanted) == 2 * 11
-    assert {one[3] for one in wanted} == {"torch.int64 torch.bool"}
+    assert len(wanted) == 2 * len(left)
+    assert {int(one[1], 16) for one in wanted} == left
+    assert {one[3] for one in wanted} <= {"torch.int64 torch.bool"}
+    assert not bad or "row 5" in world.skipped[5]
     require_equal(read(world.stored()), wanted)
+    assert set(world.skipped) == {*skipped, *bad}
 
 
 def test_so_do_they_with_a_real_target(tmp_path: Path, target_folder: Path) -> None:
@@ -65,36 +68,12 @@ def test_so_do_they_with_a_real_target(tmp_path: Path, target_folder: Path) -> N
     world = World(tmp_path, rows=7, batch=3, accumulate=1, epochs=1)
     target = TransformersTarget(str(target_folder), device="cpu")
     request = world.request = FeatureRequest((1, 3), True, "float32", topk=5, embeddings=True)
-    world.width = 48
-    world.capture = lambda: LocalCapture(target, request)
+    world.width, world.capture = 48, lambda: LocalCapture(target, request)
     wanted = read(world.captured())
     assert set(wanted[0][6]) == set(request.names)
     require_equal(read(world.stored()), wanted)
     for ref in world.store.lookup(world.samples.feature_ids).values():
         assert ref.nbytes == ref.tokens * (request.token_bytes(48) + TEXT_BYTES)
-
-
-@pytest.mark.parametrize("skipped", [[4], [0, 3, 7], list(range(11))])
-def test_skipped_rows_are_left_out_in_both(tmp_path: Path, skipped: list[int]) -> None:
-    """Also where a batch, or all of them, has none left."""
-    world = World(tmp_path, skipped=skipped)
-    wanted = read(world.captured())
-    rows = {int(one[1], 16) for one in wanted}
-    assert rows == set(range(11)) - set(skipped)
-    require_equal(read(world.stored()), wanted)
-
-
-@pytest.mark.parametrize("kind", [Mixing, Infinite, Delivering, Far])
-def test_rows_that_turn_out_bad_are_left_out_in_both(tmp_path: Path, kind: type[Mixing]) -> None:
-    """The others of their batch are captured without them."""
-    world = World(tmp_path, epochs=1)
-    world.capture = lambda: kind(bad=[2, 5])
-    wanted = read(world.captured())
-    assert set(world.skipped) == {2, 5}
-    assert "row 5" in world.skipped[5]
-    assert len(wanted) == 9
-    require_equal(read(world.stored()), wanted)
-    assert set(world.skipped) == {2, 5}
 
 
 def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> None:
@@ -107,20 +86,14 @@ def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> N
     within(batches.close)
 
 
-# ---------------------------------------------------------------- a store that keeps
-
-
 def test_a_store_of_another_cut_is_read_row_by_row(world: World) -> None:
-    other = Plan(
-        world.samples.feature_ids, world.samples.lengths.tolist(), batch=5, accumulate=1, seed=0
-    )
-    found = read(world.stored(other))
-    store = FileStore(world.folder / "features")
-    refs = store.lookup(world.samples.feature_ids)
-    for one in found:
-        with store.get(refs[one[1]]) as handle:
-            assert torch.equal(handle.tensors[NAMES[0]], one[6][NAMES[0]])
-    store.close()
+    ids, lengths = world.samples.feature_ids, world.samples.lengths.tolist()
+    found = read(world.stored(Plan(ids, lengths, batch=5, accumulate=1, seed=0)))
+    with closing(FileStore(world.folder / "features")) as store:
+        refs = store.lookup(ids)
+        for one in found:
+            with store.get(refs[one[1]]) as handle:
+                assert torch.equal(handle.tensors[NAME], one[6][NAME])
 
 
 def test_a_torn_sample_is_named_and_left_as_it_is(world: World) -> None:
@@ -141,17 +114,14 @@ def test_a_sample_that_the_store_lacks_is_named_with_a_remedy(world: World) -> N
         read(source)
 
 
-# ---------------------------------------------------------------- published refs
-
-
 def without(name: str) -> Change:
     return lambda ref: replace(ref, tensors=tuple(s for s in ref.tensors if s.name != name))
 
 
 def features(**changes: Any) -> Change:
     def change(ref: SampleRef) -> SampleRef:
-        (old,) = (spec for spec in ref.tensors if spec.name == NAMES[0])
-        others = without(NAMES[0])(ref).tensors
+        (old,) = (spec for spec in ref.tensors if spec.name == NAME)
+        others = without(NAME)(ref).tensors
         return replace(ref, tensors=(*others, replace(old, **changes)))
 
     return change
@@ -169,18 +139,16 @@ def features(**changes: Any) -> Change:
         (features(dtype="bfloat16"), "has 'hidden.1' of"),
     ],
 )
-def test_refs_that_do_not_fit_are_told_what_is_wrong(
-    world: World, change: Change, said: str
-) -> None:
+def test_refs_that_do_not_fit_are_told_why(world: World, change: Change, said: str) -> None:
     """Of one row that is odd, the others of its batch are good."""
     planned = next(one for one in world.plan.uses(0) if one.rows[1:] == (10,))  # of 4 tokens
     batch = batch_of(planned.index, planned.rows, world.samples)
     masks = [world.samples.loss_mask(row).tolist() for row in batch.rows]
     with closing(FileStore(world.folder / "one")) as store:
-        first, last = world.checked().put(batch, masks, store, ORIGIN)
+        first, last = world.checked().put(batch, masks, store, made.ORIGIN)
 
     def wrong(*refs: SampleRef) -> DraftcoreError | None:
-        return ref_error(batch, refs, world.request.feature_specs(WIDTH), ORIGIN)
+        return ref_error(batch, refs, world.request.feature_specs(WIDTH), made.ORIGIN)
 
     assert wrong(first, last) is None
     assert said in str(found := wrong(first, change(last)))
@@ -190,9 +158,6 @@ def test_refs_that_do_not_fit_are_told_what_is_wrong(
     else:
         assert isinstance(found, BadRows)
         assert list(found.reasons) == [1]
-
-
-# ---------------------------------------------------------------- working ahead, and the end
 
 
 class Counted:
@@ -228,18 +193,19 @@ class Counted:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, SOON)
+            assert self.changed.wait_for(condition, made.SOON)
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 def test_no_more_than_one_batch_beside_those_ahead_is_open(world: World, ahead: int) -> None:
-    source = Counted(world)
-    batches = loader(source, ahead)
+    """With none ahead they are read in the thread that trains."""
+    source, threads = Counted(world), threading.active_count()
+    batches, uses = loader(source, ahead), len(list(world.plan.uses(0)))
     for number, _ in enumerate(batches, 1):
-        left = len(list(world.plan.uses(0))) - number
-        source.wait_for(lambda left=left: source.open == 1 + min(ahead, left))  # type: ignore[misc]
-    assert source.most == ahead + 1
-    assert source.open == 0
+        wanted = 1 + min(ahead, uses - number)
+        source.wait_for(lambda wanted=wanted: source.open == wanted)  # type: ignore[misc]
+        assert ahead or (source.reads, threading.active_count()) == (number, threads)
+    assert (number, source.most, source.open) == (uses, ahead + 1, 0)
     within(batches.close)
 
 
@@ -257,21 +223,9 @@ def test_a_batch_is_closed_when_the_next_is_asked_for_or_when_it_is_let_go(world
     assert source.open == 0
 
 
-def test_batches_of_a_loader_that_does_not_work_ahead_are_read_in_the_thread_that_trains(
-    world: World,
-) -> None:
-    source = Counted(world)
-    threads = threading.active_count()
-    batches = loader(source, 0)
-    next(batches)
-    assert (source.reads, threading.active_count()) == (1, threads)
-    assert len(list(batches)) == len(list(world.plan.uses(0))) - 1
-    batches.close()
-
-
 def test_being_asked_to_stop_ends_the_iteration_while_it_waits(world: World) -> None:
     source, stop = Counted(world, waits_at=3), threading.Event()
-    batches = Loader(source, ahead=2, device=CPU, stop=stop.is_set)
+    batches = Loader(source, ahead=2, device=made.CPU, stop=stop.is_set)
     seen = [next(batches).planned.position for _ in range(3)]
     source.wait_for(lambda: source.reads == 4)
     stop.set()
@@ -281,14 +235,13 @@ def test_being_asked_to_stop_ends_the_iteration_while_it_waits(world: World) -> 
     assert source.open == 0
 
 
-class Stopped(Mixing):
-    """One that heard, as it waited for a server, that the run is asked to stop."""
-
-    def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
-        raise RunEnded("asked to stop", "interrupted")
-
-
 def test_a_capture_that_was_asked_to_stop_ends_the_iteration(world: World) -> None:
+    """It heard of that as it waited for a server."""
+
+    class Stopped(Mixing):
+        def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
+            raise RunEnded("asked to stop", "interrupted")
+
     world.capture = Stopped
     assert read(world.captured()) == []
 

@@ -14,15 +14,9 @@ from draftcore_file.store import FileStore
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftcore.contracts import capture as contract
 from draftcore.contracts.algorithm import DataSummary
-from draftcore.contracts.capture import (
-    BadRows,
-    Capture,
-    CaptureBatch,
-    CapturedBatch,
-    FeatureRequest,
-    Image,
-)
+from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.run import Loaded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem
 from draftcore.data.plan import Plan
@@ -53,7 +47,7 @@ class Rows:
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return np.array([at % 3 != row % 3 for at in range(self.lengths[row])])
 
-    def images(self, row: int) -> tuple[Image, ...]:
+    def images(self, row: int) -> tuple[contract.Image, ...]:
         return ()
 
 
@@ -65,17 +59,14 @@ class Mixing:
 
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[CapturedBatch]:
         for batch in batches:
-            wrong = {
-                at: f"row {row} is bad" for at, row in enumerate(batch.rows) if row in self.bad
-            }
-            if wrong:
-                raise BadRows(wrong)
+            hit = [(at, row) for at, row in enumerate(batch.rows) if row in self.bad]
+            if hit:
+                raise BadRows({at: f"row {row} is bad" for at, row in hit})
             self.captured.append(batch.index)
             scale = max(map(len, batch.token_ids)) + 0.1 * len(batch.rows)
             rows = [torch.tensor(ids).float() * scale for ids in batch.token_ids]
-            yield CapturedBatch(
-                batch, tuple({NAMES[0]: torch.stack([row, -row], dim=1)} for row in rows)
-            )
+            both = ({NAMES[0]: torch.stack([row, -row], dim=1)} for row in rows)
+            yield CapturedBatch(batch, tuple(both))
 
     def close(self) -> None:
         self.closed += 1
@@ -120,6 +111,9 @@ class Infinite(Mixing):
         self.bad = bad
 
 
+KINDS = Mixing, Infinite, Delivering, Far
+
+
 class World:
     """A plan, and the sources of its batches that need no other process."""
 
@@ -132,7 +126,7 @@ class World:
         self.plan = Plan(self.samples.feature_ids, self.samples.lengths.tolist(), **settings)
         self.skipped_before = dict.fromkeys(skipped, "bad before")
         self.skipped = self.skips()  # of the batches that were opened last
-        self.capture: Callable[[], Capture] = Mixing
+        self.capture: Callable[[], contract.Capture] = Mixing
         self.closing = ExitStack()
 
     def skips(self) -> Skipped:

@@ -17,18 +17,10 @@ from torch import Tensor, nn
 
 from draftcore import hookimpl
 from draftcore.config import Choice, DataConfig, RunConfig, TargetConfig, TrainConfig
-from draftcore.contracts.algorithm import (
-    Draft,
-    DraftBatch,
-    Sample,
-    SampleId,
-    StepContext,
-    StepOutput,
-    Stop,
-    TrainingDefaults,
-)
+from draftcore.contracts import algorithm
+from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.run import Loaded, OpenDraft, Ranks
+from draftcore.contracts.run import Loaded, Ranks
 from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.plugins.binding import observers
@@ -52,8 +44,7 @@ class Module(nn.Module):
 
     def __init__(self, options: Options) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, 3)
-        self.second = nn.Linear(WIDTH, 3)
+        self.first, self.second = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
         self.second.bias = self.first.bias
         self.dropout = nn.Dropout(options.dropout)
         self.register_buffer("head", torch.arange(3.0))
@@ -126,35 +117,23 @@ class Observer:
 
 def registry_of(*plugins: object) -> Registry:
     """These objects as plugins that every run has, each named like its class."""
-    made = [
-        Plugin(type(one).__name__.lower(), "", "", "", loose=True, state="ready", instance=one)
-        for one in plugins
-    ]
-    return Registry(made)
+    named = [(type(one).__name__.lower(), one) for one in plugins]
+    return Registry(
+        [Plugin(n, "", "", "", loose=True, state="ready", instance=one) for n, one in named]
+    )
 
 
 class Run:
     """Drafts in training on made-up rows, from their latest checkpoints on."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        rows: int = 13,
-        accumulate: int = 2,
-        labels: Sequence[str] = ("",),
-        dropout: float = 0.0,
-        double: bool = False,
-        ranks: Ranks = SINGLE_RANK,
-        evaluate: Any = None,
-        skipped: dict[int, str] | None = None,
-        terms: int = 1,
-        plugins: Sequence[object] = (),
-        **settings: Any,
-    ) -> None:
-        self.folder, self.ranks = folder, ranks
+        self, folder: Path, *, rows: int = 13, accumulate: int = 2, labels: Sequence[str] = ("",),
+        dropout: float = 0.0, double: bool = False, ranks: Ranks = SINGLE_RANK, evaluate: Any = None,
+        held_out: str = "these rows", skipped: dict[int, str] | None = None, terms: int = 1,
+        plugins: Sequence[object] = (), **settings: Any,
+    ) -> None:  # fmt: skip
+        self.folder, self.ranks, self.labels, self.held_out = folder, ranks, labels, held_out
         self.options = Options(dropout, torch.float64 if double else torch.float32)
-        self.rows, self.accumulate, self.labels = rows, accumulate, labels
         chosen = {"batch": 2, "lr": 0.05, "device": "cpu", "log_every": 1, "warmup_ratio": 0.0}
         self.config = RunConfig(
             run=folder, target=TargetConfig(path="none"), algorithm=Choice(name="toy"),
@@ -174,7 +153,7 @@ class Run:
         self.stop_after = self.dry_after = 10**9  # batches, of this rank
         self.read = self.released = 0
         self.finished, self.trainers = list[int](), list[Trainer]()
-        self.stopped = dict[str, Stop]()
+        self.stopped = dict[str, algorithm.Stop]()
 
     def length(self, row: int) -> int:
         return 2 + row % 5
@@ -183,7 +162,7 @@ class Run:
         made = torch.Generator().manual_seed(row)
         shape, mask = self.length(row), torch.arange(self.length(row)) % 3 != 1
         return Sample(
-            SampleId(f"s{row}", epoch),
+            algorithm.SampleId(f"s{row}", epoch),
             torch.randint(0, 5, (shape,), generator=made),
             mask & (row not in self.masked),
             {NAME: torch.randn(shape, WIDTH, generator=made, dtype=torch.float64).float()},
@@ -191,41 +170,40 @@ class Run:
 
     def draft(self) -> Draft:
         torch.manual_seed(self.config.train.seed)
-        module = Module(self.options)
+        module, head = Module(self.options), frozenset({"head"})
         groups = [{"params": list(module.parameters())}]
-        return Draft(
-            module, {}, TrainingDefaults(1e-2, 0.0, 1.0), groups, frozen=frozenset({"head"})
-        )
+        return Draft(module, {}, algorithm.TrainingDefaults(1e-2, 0.0, 1.0), groups, frozen=head)
 
     def found(self, label: str = "") -> Checkpoint | None:
         root = self.folder / label / "checkpoints"
         return self.ranks.on_rank0(lambda: latest(root))
 
+    def last(self) -> Checkpoint:
+        """The newest checkpoint, which is there."""
+        return cast(Checkpoint, self.found())
+
     def build(self) -> Run:
         """Build the drafts and load their checkpoints."""
         request = FeatureRequest((0,), False, "float32")
-        about = {"target": "none", "plugins": [], "features": "made up"}
-        everybody = registry_of(self.observers, *self.plugins)
-        watching = observers(Registry(()) if self.ranks.rank else everybody)
-        opened = SimpleNamespace(ranks=self.ranks, observers=watching, width=WIDTH)
+        about = {"target": "none", "plugins": [], "features": "", "held_out": self.held_out}
+        watching = (
+            registry_of(self.observers, *self.plugins) if not self.ranks.rank else Registry(())
+        )
+        opened = SimpleNamespace(ranks=self.ranks, observers=observers(watching), width=WIDTH)
         for label in self.labels:
             hook = register(registry_of(self.algorithms[label], *self.plugins).plugins).hook
-            draft = SimpleNamespace(
+            draft: Any = SimpleNamespace(
                 run=opened, label=label, folder=self.folder / label, config=self.config,
                 options=self.options,
                 algorithm=SimpleNamespace(hook=hook, capabilities=frozenset()),
             )  # fmt: skip
-            last = self.found(label)
-            if last is not None:
+            if (last := self.found(label)) is not None:
                 self.skipped |= {int(row): why for row, why in last.state["skipped"]}
-            trainer = Trainer(
-                cast(OpenDraft, draft), request, about, self.draft(), self.plan, self.skipped,
-                self.evaluate, last,
-            )  # fmt: skip
-            self.trainers.append(trainer)
-        self.uses = self.plan.uses(
-            min(trainer.step for trainer in self.trainers), self.ranks.rank, self.ranks.size
-        )
+            rows = self.plan, self.skipped
+            made = Trainer(draft, request, about, self.draft(), *rows, self.evaluate, last)
+            self.trainers.append(made)
+        first = min(trainer.step for trainer in self.trainers)
+        self.uses = self.plan.uses(first, self.ranks.rank, self.ranks.size)
         return self
 
     def train(self) -> tuple[str, dict[str, Exception]]:
@@ -238,13 +216,15 @@ class Run:
         )  # fmt: skip
         return reason, failed
 
+    def trained(self) -> Run:
+        self.train()
+        return self
+
     def step_on(self, rows: Sequence[int]) -> None:
         """Take the first step, on these rows as its only batch."""
         batch = Loaded(self.plan.step(0)[0], [self.sample(row, 1) for row in rows])
         self.trainers[0].accumulate(batch, last=True)
         self.trainers[0].update(1)
-
-    # ------------------------------------------------------------ as a loader
 
     def __iter__(self) -> Iterator[Loaded]:
         return self
@@ -263,10 +243,8 @@ class Run:
     def release(self) -> None:
         self.released += 1
 
-    # ------------------------------------------------------------ what became of it
-
     def weights(self, at: int = 0) -> dict[str, Tensor]:
-        return {name: t.clone() for name, t in self.trainers[at].built.module.state_dict().items()}
+        return {n: t.clone() for n, t in self.trainers[at].built.module.state_dict().items()}
 
     def moments(self, at: int = 0) -> list[Tensor]:
         """Of each weight in turn: exp_avg, exp_avg_sq, step."""
@@ -282,14 +260,14 @@ class Run:
         return [line["loss"] for line in self.lines(label) if "loss" in line]
 
 
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+
+
 NewRun = Callable[..., Run]
 
 
 @pytest.fixture
 def new_run(tmp_path: Path) -> NewRun:
     """Make a run in a folder of this name."""
-
-    def new_run(name: str = "run", **kwargs: Any) -> Run:
-        return Run(tmp_path / name, **kwargs)
-
-    return new_run
+    return lambda name="run", **settings: Run(tmp_path / name, **settings)

@@ -23,7 +23,7 @@ from draftcore.errors import DraftcoreError, UsageError
 from draftcore.plugins.registry import Registry, load_plugins
 from draftcore.training.ranks import SINGLE_RANK, join
 from tests.ranks import start_rank
-from tests.training.conftest import NewRun, Run
+from tests.training.conftest import NewRun, Run, same
 
 SOON = 90.0  # seconds in which ranks end, however slow the machine
 NEVER = [10**9, 10**9]
@@ -46,8 +46,13 @@ class Ended:
         assert set(self.codes) == {0}, "".join(map(self.output, everyone))
         return [json.loads((self.folder / f"said.{rank}").read_text()) for rank in everyone]
 
-    def weights(self) -> list[dict[str, Tensor]]:
-        return [load_file(file) for file in sorted(self.folder.glob("weights.*"))]
+    def weights(self) -> dict[str, Tensor]:
+        """The weights, which are equal on all ranks."""
+        files = sorted(self.folder.glob("weights.*"))
+        first, *others = [dict[str, Tensor](load_file(file)) for file in files]
+        assert len(others) == len(self.codes) - 1
+        assert all(same(other, first) for other in others)
+        return first
 
 
 Start = Callable[..., Ended]
@@ -58,10 +63,8 @@ def start(tmp_path: Path) -> Start:
     """Let so many ranks do some work, and wait for them."""
 
     def start(work: Callable[..., Any], ranks: int = 2, **settings: Any) -> Ended:
-        processes = [
-            start_rank(tmp_path, rank, ranks, be_a_rank, work, tmp_path, settings)
-            for rank in range(ranks)
-        ]
+        what = be_a_rank, work, tmp_path, settings
+        processes = [start_rank(tmp_path, rank, ranks, *what) for rank in range(ranks)]
         for process in processes:
             process.join(SOON)
             process.kill()
@@ -69,9 +72,6 @@ def start(tmp_path: Path) -> Start:
         return Ended(tmp_path, [process.exitcode for process in processes])
 
     return start
-
-
-# ---------------------------------------------------------------- what a rank does
 
 
 def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) -> None:
@@ -86,17 +86,11 @@ def be_a_rank(work: Callable[..., Any], folder: Path, settings: dict[str, Any]) 
 
 
 def train(
-    ranks: Ranks,
-    folder: Path,
-    *,
-    bad: dict[int, str] | None = None,
-    stop: list[int] = NEVER,
-    dry: list[int] = NEVER,
-    **settings: Any,
+    ranks: Ranks, folder: Path, *, bad: Any = (), stop: Any = NEVER, dry: Any = NEVER, **more: Any
 ) -> Any:
     """Train the toy; `stop` and `dry` are for each rank after how many batches that happens."""
-    run = Run(folder / "run", ranks=ranks, **settings)
-    run.bad = bad or {}
+    run = Run(folder / "run", ranks=ranks, **more)
+    run.bad = dict(bad)
     run.stop_after, run.dry_after = [*stop, *NEVER][ranks.rank], [*dry, *NEVER][ranks.rank]
     reason, _ = run.train()
     save_file(run.weights(), folder / f"weights.{ranks.rank}")
@@ -147,11 +141,8 @@ def talk(ranks: Ranks, folder: Path) -> Any:
     return {**found, "errors": errors}
 
 
-# ---------------------------------------------------------------- the update
-
-
 @pytest.mark.parametrize(("ranks", "terms"), [(2, 1), (3, 1), (2, 3)])
-def test_ranks_end_with_the_weights_of_one_and_equal_to_the_bit(
+def test_ranks_end_with_the_weights_of_one(
     start: Start, new_run: NewRun, ranks: int, terms: int
 ) -> None:
     """Steps of five batches leave a rank with fewer than others, and the last, of one, with none.
@@ -160,27 +151,22 @@ def test_ranks_end_with_the_weights_of_one_and_equal_to_the_bit(
     """
     settings: dict[str, Any] = {"rows": 21, "accumulate": 5, "batch": 1, "weight_decay": 0.1}
     settings["terms"] = terms
-    one = new_run("one", **settings)
-    one.train()
+    one = new_run("one", **settings).trained()
     assert len(one.plan.step(one.plan.total_steps - 1)) == 1
     ended = start(train, ranks, **settings)
     said = ended.said()
     assert [one["ended"] for one in said] == [["complete", 5]] * ranks
     assert said[0]["saved"] == [5]
     assert sum(one["read"] for one in said) == 21
-    first, *others = ended.weights()
-    assert len(others) == ranks - 1
+    weights = ended.weights()
     for name, wanted in one.weights().items():
-        assert all(torch.equal(other[name], first[name]) for other in others)
-        torch.testing.assert_close(first[name], wanted, rtol=1e-4, atol=1e-5)
-    lines = [json.loads(x) for x in (ended.folder / "run/metrics.jsonl").read_text().splitlines()]
+        torch.testing.assert_close(weights[name], wanted, rtol=1e-4, atol=1e-5)
     for key in ("loss", "error", "grad_norm"):
-        assert [x[key] for x in lines] == pytest.approx([x[key] for x in one.lines()], rel=1e-4)
+        ours, theirs = ([line[key] for line in run.lines()] for run in (new_run(), one))
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_rows_that_one_rank_skips_are_skipped_by_all_and_kept(
-    start: Start, new_run: NewRun
-) -> None:
+def test_rows_that_one_rank_skips_are_skipped_by_all(start: Start, new_run: NewRun) -> None:
     settings: dict[str, Any] = {"rows": 16, "accumulate": 4, "epochs": 2}
     bad = {row: f"row {row} is odd" for row in (1, 6, 12)}
     said = start(train, bad=bad, **settings).said()
@@ -188,14 +174,10 @@ def test_rows_that_one_rank_skips_are_skipped_by_all_and_kept(
     one = new_run("one", **settings)
     one.bad = bad
     one.train()
-    found = new_run("run", **settings).found()
-    assert found is not None
+    found = new_run("run", **settings).last()
     assert [row for row, _ in found.state["skipped"]] == [1, 6, 12]
     for name, wanted in load_file(found.folder / "draft.safetensors").items():
         torch.testing.assert_close(wanted, one.weights()[name], rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------- the end
 
 
 @pytest.mark.parametrize(
@@ -203,7 +185,7 @@ def test_rows_that_one_rank_skips_are_skipped_by_all_and_kept(
     [({"stop": [3, NEVER[0]]}, 2), ({"dry": [NEVER[0], 3]}, 1), ({"dry": [3, NEVER[0]]}, 1)],
     ids=["asked to stop", "rank 1 lacks a batch", "rank 0 lacks a batch"],
 )
-def test_a_stop_of_one_rank_ends_all_after_the_same_step(
+def test_a_stop_of_one_rank_ends_all_after_one_step(
     start: Start, settings: dict[str, Any], step: int
 ) -> None:
     """The step at which it is asked; not one for which a batch does not come."""
@@ -211,8 +193,7 @@ def test_a_stop_of_one_rank_ends_all_after_the_same_step(
     said = ended.said()
     assert [one["ended"] for one in said] == [["interrupted", step]] * 2
     assert said[0]["saved"] == [step]
-    first, second = ended.weights()
-    assert all(torch.equal(second[name], first[name]) for name in first)
+    assert ended.weights()
 
 
 class Impatient:
@@ -227,26 +208,21 @@ class Impatient:
         return Stop("two are enough") if step == 2 else None
 
 
-def test_an_observers_stop_ends_all_ranks_after_the_same_step(
-    start: Start, new_run: NewRun
-) -> None:
+def test_an_observers_stop_ends_all_ranks_after_one_step(start: Start, new_run: NewRun) -> None:
     """And what observers see of gradients is the sum over ranks, divided."""
     settings: dict[str, Any] = {"rows": 21, "accumulate": 4, "batch": 1, "plugins": [Impatient()]}
     ended = start(train, **settings)
     said = ended.said()
     assert [one["ended"] for one in said] == [["stopped", 2, ["impatient", "two are enough"]]] * 2
     assert said[0]["saved"] == [2]
-    one = new_run("one", **settings)
-    one.train()
-    lines = [json.loads(x) for x in (ended.folder / "run/metrics.jsonl").read_text().splitlines()]
-    largest = [line["largest"] for line in one.lines()]
-    assert [line["largest"] for line in lines] == pytest.approx(largest, rel=1e-4)
+    largest = [line["largest"] for line in new_run("one", **settings).trained().lines()]
+    assert [line["largest"] for line in new_run().lines()] == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("rank", "error", "code"), [(0, DraftcoreError, 1), (1, UsageError, 2), (1, RuntimeError, 1)]
 )
-def test_an_error_of_one_rank_ends_the_other_with_its_name(
+def test_an_error_of_one_rank_ends_the_other(
     start: Start, rank: int, error: type[Exception], code: int
 ) -> None:
     """Also with its exit status; gloo may add what it thinks of a peer that is gone."""
@@ -260,41 +236,26 @@ def test_an_error_of_one_rank_ends_the_other_with_its_name(
     )
 
 
-# ---------------------------------------------------------------- what ranks say
+def test_what_ranks_say_reaches_all_of_them_also_one_alone(start: Start, tmp_path: Path) -> None:
+    def heard(ranks: int) -> dict[str, Any]:
+        long = [[size * (1 + rank) for rank in range(ranks)] for size in (3, 200000, 3)]
+        errors = ["True rank 0 refuses", *(f"True of rank {rank}" for rank in range(ranks))]
+        return {"rank 0": tmp_path.name, "long": long, "errors": errors}
 
-
-def test_what_ranks_say_reaches_all_of_them(start: Start) -> None:
-    ended = start(talk, 3)
-    for one in ended.said():
-        assert one["rank 0"] == ended.folder.name
-        assert one["long"] == [[3, 6, 9], [200000, 400000, 600000], [3, 6, 9]]
-        assert one["errors"] == ["True rank 0 refuses"] + [f"True of rank {r}" for r in range(3)]
-
-
-def test_one_rank_says_the_same_to_itself(tmp_path: Path) -> None:
+    assert start(talk, 3).said() == [heard(3)] * 3
     with join(TrainConfig(device="cpu"), load_plugins()) as ranks:
         assert ranks is SINGLE_RANK
-    assert talk(SINGLE_RANK, tmp_path) == {
-        "rank 0": tmp_path.name,
-        "long": [[3], [200000], [3]],
-        "errors": ["True rank 0 refuses", "True of rank 0"],
-    }
+    assert talk(SINGLE_RANK, tmp_path) == heard(1)
 
 
-def test_ranks_that_nothing_installed_can_join_are_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["RANK", "MASTER_PORT"])
+def test_ranks_without_plugin_or_half_an_environment_say_what_is_lacking(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     lacking = "there is no ranks 'processes'\n(.*\n)*  pip install 'draftcore\\[standard\\]'"
     with pytest.raises(UsageError, match=lacking), join(TrainConfig(), Registry(())):
         pass
-
-
-@pytest.mark.parametrize("name", ["RANK", "MASTER_PORT"])
-def test_a_half_environment_is_refused_with_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
     for other in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(other, "0")
     monkeypatch.delenv(name)

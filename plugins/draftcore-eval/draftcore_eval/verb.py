@@ -50,7 +50,7 @@ def evaluate(
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--draft", help="One of the run's `drafts`; all if not given.")
-@click.option("--checkpoint", type=FOLDER, help="A step-* folder; the newest if not given.")
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder, or best; else the newest.")
 @click.option("--export", "exported", type=FOLDER, help="Evaluate an exported draft instead.")
 @click.option(
     "--out", type=FOLDER, help="Folder of report and plot; RUN[/DRAFT]/eval if not given."
