@@ -14,6 +14,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for `tests`, in children too
 
+from tests.drills import drill, pytest_addoption, pytest_generate_tests  # noqa: F401
+
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_are_forked() -> Iterator[None]:
