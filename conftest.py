@@ -1,7 +1,5 @@
 """What all tests share: how they start commands, and that each leaves its process as it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -6,8 +6,6 @@ may machines, with a seed each. `python tests/drills.py FILE...` makes docs/reli
 all that they found.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal
@@ -17,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -50,7 +48,7 @@ class Case:
     times: int = 1
     late: bool = False
 
-    def __enter__(self) -> Case:
+    def __enter__(self) -> Self:
         self.alarm = signal.signal(signal.SIGALRM, self.interrupt)
         self.timer = signal.setitimer(signal.ITIMER_REAL, self.seconds)
         return self

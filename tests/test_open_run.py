@@ -1,7 +1,5 @@
 """What `contracts.run` promises of a run is there, on a run that is really opened."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import closing
 from pathlib import Path

@@ -1,17 +1,14 @@
 """Plugins that are broken at random: a listing names each of them, and lists a good one as ever."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.drills import Drill
+from tests.drills import Drill
 
 HEADER = """
 import click, itertools, os, sys

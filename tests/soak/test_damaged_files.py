@@ -1,7 +1,5 @@
 """Files that were damaged while nobody looked: what reads them comes to the same result, or names them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -9,17 +7,14 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from draftcore_disagg.tcp import TcpChannel
 
 from draftcore.files import digest
-from tests.together.conftest import make_project
-
-if TYPE_CHECKING:
-    from tests.drills import Drill
-    from tests.together.conftest import Project
+from tests.drills import Drill
+from tests.together.conftest import Project, make_project
 
 GO_ON = "train train.max_steps=6"
 WARM = f"{GO_ON} run=other algorithm.options.warm_start=run/export"

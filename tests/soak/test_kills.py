@@ -1,7 +1,5 @@
 """Processes that are killed, frozen or asked to end at random moments: the bits are the same."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
@@ -9,14 +7,12 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from tests.drills import Drill
 from tests.faults.conftest import Run
-
-if TYPE_CHECKING:
-    from tests.drills import Drill
 
 ROUNDS = 4  # of faults in a run
 RANKS: dict[str, Any] = {"topology": {"ranks": 2}, "train": {"accumulate": 2}}

@@ -1,7 +1,5 @@
 """Strangers at every port of a run, and a server that lies: a run's result stays, or one error says why."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """Wrong configurations and command lines at random: each is refused in words, soon, before any work."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -11,7 +9,7 @@ import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -25,12 +23,8 @@ from pydantic import BaseModel
 
 from draftcore.cli import main
 from draftcore.config import RunConfig
-from tests.drills import altered
-from tests.together.conftest import make_project
-
-if TYPE_CHECKING:
-    from tests.drills import Drill
-    from tests.together.conftest import Project
+from tests.drills import Drill, altered
+from tests.together.conftest import Project, make_project
 
 LONG = "9" * 5000
 OTHER = ["[]", "{}", "[1, 2]", "{a: 1}", '""', "2026-11-22", "a b", LONG]
