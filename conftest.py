@@ -1,7 +1,5 @@
 """What all tests share: how they start commands, and that each leaves its process as it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -13,6 +11,8 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for `tests`, in children too
+
+from tests.drills import drill, pytest_addoption, pytest_generate_tests  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)

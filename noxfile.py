@@ -52,6 +52,7 @@ GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 TIMES = ROOT / ".nox" / "times"
 PASSED = ROOT / "tests" / "passed"  # a file per engine
+RANDOM = "test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments"
 PART = "NOX_PART_OF_TESTS"  # in the environment of the sessions that `tests` runs
 
 nox.needs_version = ">=2026.10"
@@ -577,26 +578,21 @@ def release(session: nox.Session) -> None:
 
 @job(requires=["wheels"])
 def soak(session: nox.Session) -> None:
-    """Damage, lies, floods, kills and freezes at random, for an hour; writes docs/reliability.md's table.
+    """Damage, lies, floods, kills and freezes at random; writes docs/reliability.md's table.
 
-    SOAK_CASES is how many of each kind are tried, DRAFTCORE_SOAK in how many runs processes are killed;
-    DRAFTCORE_SEED=N repeats the moments that one of these printed.
+    `-- --cases 50 --kills 1 --minutes 20 -n 16` tries fewer of each class, for so long, side by side;
+    `-- --seed N` repeats what a run of that seed drew.
     """
     python = all_dists(session)
-    figures = Path(session.create_tmp()).resolve() / "figures.jsonl"
-    figures.unlink(missing_ok=True)
-    session.env["SOAK_FIGURES"] = str(figures)
-    session.env.setdefault("SOAK_CASES", "300")
-    session.env.setdefault("DRAFTCORE_SOAK", "200")
-    pytest(session, python, "tests/soak", *session.posargs)
-    pytest(session, python, "tests/faults", "-s", "-k", "random", *session.posargs, mark="long")
-    rows: dict[str, tuple[int, str]] = {}
-    for what, tried, found in map(json.loads, figures.read_text().splitlines()):
-        rows[what] = rows.get(what, (0, ""))[0] + tried, found
-    lines = [f"| {what} | {tried} | {found} |\n" for what, (tried, found) in rows.items()]
-    page = ROOT / "docs" / "reliability.md"
-    head, bar, _ = page.read_text().partition("|---|---|---|\n")
-    page.write_text(head + bar + "".join(lines))
+    results = Path(session.create_tmp()).resolve() / "results.jsonl"
+    results.unlink(missing_ok=True)
+    draw = ("--cases=300", "--kills=6", f"--seed={time.time_ns() % 1_000_000}")
+    machines = "plugins/draftcore-ray/tests/test_faults.py"
+    drills = ("tests/soak", f"{machines}::{RANDOM}", f"--results={results}", *draw)
+    try:
+        pytest(session, python, *drills, *session.posargs, mark="long or not long")
+    finally:
+        session.run(python, "tests/drills.py", str(results))
 
 
 @job(name="bench-transport", requires=["wheels"])
@@ -622,7 +618,7 @@ def full(session: nox.Session) -> None:
 @job(requires=["wheels"])
 def long(session: nox.Session) -> None:
     """The tests that take too long for every change: drills, and a compiler's conformance."""
-    folders = ["tests/faults", "tests/together"]
+    folders = ["tests/faults", "tests/soak", "tests/together"]
     folders += (f"plugins/draftcore-{name}/tests" for name in ("graphs", "ray", "sdk"))
     python = all_dists(session)
     pytest(session, python, *folders, *session.posargs, mark="long and not gpu")

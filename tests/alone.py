@@ -4,8 +4,6 @@ The folder given has one for each dist, with its wheel and those that it require
 tried in a fork of this process, which has imported much that is not ours.
 """
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import sys

@@ -10,8 +10,6 @@ says what Python or a library reads at its start, or has EXECUTE in it.
 All children of tests take SIGINT and SIGHUP, which a shell's background job and nohup ignore.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import multiprocessing.util

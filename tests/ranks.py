@@ -1,7 +1,5 @@
 """Ranks of a run as real processes, forked from one that has imported everything; and their ports."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from collections.abc import Callable, Iterator

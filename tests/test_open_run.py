@@ -1,7 +1,5 @@
 """What `contracts.run` promises of a run is there, on a run that is really opened."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from contextlib import closing

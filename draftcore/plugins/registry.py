@@ -291,11 +291,11 @@ def _check_hooks(plugin: Plugin, registry: Registry, callers: Sequence[Any]) -> 
 def _answers(plugin: Plugin, hook: str, kind: type, registry: Registry) -> tuple[Any, ...]:
     """Ask a plugin for its offers, or its verbs, and check each of them."""
     answer = getattr(plugin.instance, hook)() if hook in plugin.hooks else ()
-    listed = answer if isinstance(answer, Sequence) else ()
-    if {offer.kind for offer in listed if isinstance(offer, Offer)} - NEEDED.keys():
+    right = isinstance(answer, Sequence) and all(isinstance(one, kind) for one in answer)
+    if right and {offer.kind for offer in answer if isinstance(offer, Offer)} - NEEDED.keys():
         registry.bring()
-    if listed is answer and all(isinstance(one, kind) and _can_be_listed(one) for one in listed):
-        return tuple(listed)
+    if right and all(map(_can_be_listed, answer)):
+        return tuple(answer)
     fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
     raise _UnusableError(f"{hook}() returned {one_line(answer)}", fix)
 

@@ -1,7 +1,6 @@
 """kill -9, freezing, Ctrl-C, and long runs: nothing is lost, nothing done twice, nothing left behind."""
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -15,16 +14,7 @@ PRODUCER = ["claimed@2", "captured@2", "put@3", "published@2", "reported@2"]
 QUEUE = ["handed@4", "taken@3"]
 TRAINER = ["leased@3", "midstep@5", "stepped@3", "written", "unmarked", "freeing@2", "freed@2"]
 POINTS = [*PRODUCER, *QUEUE, *TRAINER]
-RUNS = int(os.environ.get("DRAFTCORE_SOAK", "1"))
-ROUNDS = 4  # of faults per run
 SLACK = 8 << 20  # bytes; 150 steps that kept their features would hold 15 MB more
-TOPOLOGIES: list[dict[str, Any]] = [
-    {"producers": 2},  # over `tcp`, features in shared memory
-    {"producers": 2, "channel": "dir:{}/channel", "store": "file:{}/features?volatile=yes"},
-    {"producers": 1, "store": "file:{}/features"},
-    {"store": "file:{}/features"},
-    {},  # one process
-]
 
 
 def test_a_process_may_be_killed_at_any_named_point(make_run: Make, undisturbed: Any) -> None:
@@ -104,40 +94,6 @@ def test_processes_may_freeze_for_longer_than_others_wait(make_run: Make, undist
             waiting.remove(point)
     assert run.wait(launcher) == 0, run.output()
     run.require_done(undisturbed)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(RUNS))
-def test_random_processes_are_killed_or_frozen_at_random_moments(
-    make_run: Make, undisturbed: Any, number: int, figures: Callable[..., None]
-) -> None:
-    seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
-    print(f"DRAFTCORE_SEED={seed + number} of DRAFTCORE_SOAK=1")
-    chance = random.Random(seed + number)
-    run = make_run(**TOPOLOGIES[(seed + number) % len(TOPOLOGIES)], faults="ttl:2 pace:0.2")
-    launcher = run.start()
-    for _ in range(ROUNDS):
-        time.sleep(chance.uniform(0.2, 9))
-        if launcher.poll() is not None:
-            break
-        victim = chance.choice(run.processes() or [launcher.pid])
-        how = chance.choice(["kill", "kill", "freeze", "ask"])
-        print(f"{how} {run.command(victim)[-60:]!r} at step {run.steps()}")
-        if how == "freeze":
-            run.freeze(victim, seconds=3)
-        elif how == "ask":
-            signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-            run.kill(victim, number=chance.choice(signals))
-        else:
-            run.kill(victim)
-            time.sleep(0.5)
-        if launcher.poll() is not None:
-            run.until(lambda: not run.processes())
-            launcher = run.start()
-    if run.wait(launcher) != 0:
-        run.finish()
-    run.require_done(undisturbed)
-    figures("kills, freezes and signals at random", 1, "equal losses, every use once, nothing left")
 
 
 @pytest.mark.long

@@ -1,17 +1,14 @@
 """Plugins that are broken at random: a listing names each of them, and lists a good one as ever."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.conftest import Figures
+from tests.drills import Drill
 
 HEADER = """
 import click, itertools, os, sys
@@ -92,23 +89,16 @@ def break_one(site: Path, name: str, code: str, entry: str, draw: random.Random)
     return []
 
 
-def test_a_listing_names_every_broken_plugin(tmp_path: Path, cases: int, figures: Figures) -> None:
-    draw, site = random.Random(int(os.environ.get("DRAFTCORE_SEED", "0"))), tmp_path / "site"
+def test_a_listing_names_every_broken_plugin(tmp_path: Path, drill: Drill) -> None:
+    """All that a test tries lie beside a good one; half of them are chatty, or badly packed."""
+    site = tmp_path / "site"
     (site / "good-1.dist-info").mkdir(parents=True)
     (site / "good-1.dist-info" / "entry_points.txt").write_text("[draftcore]\ngood = fake_good\n")
     (site / "good-1.dist-info" / "METADATA").write_text("Name: good\nVersion: 1\n")
     (site / "fake_good.py").write_text(HEADER + OBSERVER)
-    usable, loose = dict[str, bool](), list[str]()
-    for number in range(cases):
-        name = f"odd{number}"
-        usable[name] = number % 2 == 1
-        code = f"{draw.choice(CHATTY)}\n{OBSERVER}" if usable[name] else draw.choice(BROKEN)
-        entry = (
-            draw.choice(["{name} = {module}", *ENTRIES]) if usable[name] else "{name} = {module}"
-        )
-        loose += break_one(site, name, code, entry, draw)
     env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     env.pop("PYTHONUNBUFFERED", None)
+    loose, listed = list[str](), dict[str, dict[str, Any]]()
 
     def run(*arguments: str) -> str:
         command = [sys.executable, "-m", "draftcore", *loose, *arguments]
@@ -116,17 +106,27 @@ def test_a_listing_names_every_broken_plugin(tmp_path: Path, cases: int, figures
         assert done.returncode == 0, done.stderr[-2000:].decode(errors="replace")
         return done.stdout.decode()
 
-    listed = json.loads(run("list-plugins", "--json"))["plugins"]
-    found = {Path(plugin["dist"]).stem: plugin for plugin in listed}
-    assert [name for name in usable if name not in found] == []
-    ready = {name for name, plugin in found.items() if plugin["state"] == "ready"}
-    assert "good" in ready
-    assert {name for name, maybe in usable.items() if not maybe} & ready == set()
-    for plugin in found.values():
-        assert all(str(value).isprintable() and len(str(value)) < 1200 for value in plugin.values())
-        assert plugin["state"] == "ready" or (plugin["problem"] and plugin["fix"])
+    cases = drill.draw("broken plugins")
+    for case in cases:
+        name, dice = f"odd{case.number}", case.dice
+        usable = case.number % 2 == 1
+        code = f"{dice.choice(CHATTY)}\n{OBSERVER}" if usable else dice.choice(BROKEN)
+        entry = dice.choice(["{name} = {module}", *ENTRIES]) if usable else "{name} = {module}"
+        loose += break_one(site, name, code, entry, dice)
+        case.shown = f"{entry}\n{code}"
+    for plugin in json.loads(run("list-plugins", "--json"))["plugins"]:
+        listed[Path(plugin["dist"]).stem] = plugin
+    assert listed["good"]["state"] == "ready"
+    for case in drill.judge(cases):
+        with case:
+            plugin = listed[f"odd{case.number}"]
+            assert all(str(v).isprintable() and len(str(v)) < 1200 for v in plugin.values())
+            if plugin["state"] == "ready":
+                assert case.number % 2 == 1
+            else:
+                assert plugin["problem"]
+                assert plugin["fix"]
+                case.outcome = "refused in words"
     table = run("list-plugins").splitlines()
     assert sum(line.startswith("good ") and line.isprintable() for line in table) == 1
     assert "  train  " in run("--help")
-    unusable = len(usable.keys() - ready)
-    figures("broken plugins", cases, f"all named by one listing, {unusable} as not to be used")

@@ -1,23 +1,20 @@
 """Files that were damaged while nobody looked: what reads them comes to the same result, or names them."""
 
-from __future__ import annotations
-
 import json
+import os
 import random
 import shutil
-from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from draftcore_disagg.tcp import TcpChannel
 
 from draftcore.files import digest
-from tests.together.conftest import make_project
-
-if TYPE_CHECKING:
-    from tests.conftest import Figures
-    from tests.together.conftest import Project
+from tests.drills import Drill
+from tests.together.conftest import Project, make_project
 
 GO_ON = "train train.max_steps=6"
 WARM = f"{GO_ON} run=other algorithm.options.warm_start=run/export"
@@ -37,9 +34,15 @@ KINDS = {  # the files, and the verb that reads them
     "manifest of a store": ("features/manifest.json", STORED),
 }
 OTHER = (b"", b"{}", b"[]", b"null", b"7", b'"x"', b'{"address": 5}', b"9" * 5000, b"[" * 9999)
-
-
 VALUES: tuple[object, ...] = (None, -1, 0, 10**12, "x", [], {}, 1e400, [1, 2], True, 3)
+# What is no file at all, in the place of one.
+PLACED: dict[str, Callable[[Path], object]] = {
+    "remove": lambda file: None,
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to itself": lambda file: file.symlink_to(file),
+    "a device": lambda file: file.symlink_to("/dev/zero"),
+}
 
 
 def damage(file: Path, dice: random.Random) -> str:
@@ -57,12 +60,13 @@ def damage(file: Path, dice: random.Random) -> str:
         "edit a digit": data[:edited] + b"%d" % ((data[edited] - 47) % 10) + data[edited + 1 :],
         "swap": dice.choice(swapped or [file]).read_bytes(),
         "other": dice.choice(OTHER),
-        "remove": b"",
     }
-    way = dice.choice(["flip a bit", "flip a bit", "edit a digit", *ways])
-    file.write_bytes(ways[way])
-    if way == "remove":
+    way = dice.choice(["flip a bit", "flip a bit", "edit a digit", *ways, *PLACED])
+    if way in PLACED:
         file.unlink()
+        PLACED[way](file)
+    else:
+        file.write_bytes(ways[way])
     return way
 
 
@@ -106,65 +110,84 @@ def outcome(project: Project, command: str) -> tuple[Any, str]:
     return [digest(made / name) for name in ("draft.safetensors", "optimizer.safetensors")], ""
 
 
+@pytest.fixture
+def copied(whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Return a fresh copy of the whole run, which is the current folder then."""
+
+    def copy() -> Path:
+        monkeypatch.chdir(tmp_path)
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "copy"))
+        return tmp_path / "copy"
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def undamaged(whole: Project, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    @cache
+    def result(command: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(shutil.copytree(whole.folder, tmp_path_factory.mktemp("as-it-is") / "run"))
+            wanted, said = outcome(whole, command)
+        assert wanted is not None, said
+        return wanted
+
+    return result
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_file_leads_to_the_same_result_or_is_named(
-    whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int, figures: Figures,
-    kind: str,
-) -> None:  # fmt: skip
+    whole: Project, copied: Callable[[], Path], undamaged: Any, drill: Drill, kind: str
+) -> None:
     files, command = KINDS[kind]
-    monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
-    (wanted, said), counted = outcome(whole, command), Counter[str]()
-    assert wanted is not None, said
-    for case in range(cases):
-        folder, dice = tmp_path / str(case), random.Random(f"{kind} {case}")
-        monkeypatch.chdir(shutil.copytree(whole.folder, folder))
-        way = damage(file := dice.choice(sorted(folder.glob(files))), dice)
-        found, said = outcome(whole, command)
-        named = any(n in said for n in (file.name, str(file.parent), f"file:{file.parent.name}"))
-        assert named if found is None else found == wanted, f"case {case}: {way} of {file}\n{said}"
-        counted["refused by name" if found is None else "the same result"] += 1
-        shutil.rmtree(folder)
-    what_came = (f"{count} {what}" for what, count in sorted(counted.items()))
-    figures(f"damaged: {kind}", cases, ", ".join(what_came))
+    wanted = undamaged(command)
+    for case in drill.cases(f"damaged: {kind}"):
+        folder = copied()
+        file = case.dice.choice(sorted(folder.glob(files)))
+        case.shown = f"{damage(file, case.dice)} of {file}"
+        with case:
+            found, said = outcome(whole, command)
+            case.shown = f"{case.shown}\n{said}"
+            if found is None:
+                case.outcome = "refused in words"
+                names = (file.name, str(file.parent), f"file:{file.parent.name}")
+                assert any(name in said for name in names), "refused without its name"
+            else:
+                assert found == wanted
 
 
 def test_a_damaged_target_is_refused_or_is_another_target(
-    whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int, figures: Figures
+    whole: Project, copied: Callable[[], Path], undamaged: Any, drill: Drill
 ) -> None:
     """Where it can be run, a run of the undamaged one does not go on with it."""
-    monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
-    wanted, said = outcome(whole, GO_ON)
-    assert wanted is not None, said
-    counted = Counter[str]()
-    for case in range(cases):
-        folder, dice = tmp_path / str(case), random.Random(f"target {case}")
-        monkeypatch.chdir(shutil.copytree(whole.folder, folder))
-        what = f"case {case}: {lie(file := dice.choice(sorted(folder.glob('target/*'))), dice)}"
-        fresh, said = outcome(whole, f"{GO_ON} run=other store=auto")
-        assert fresh is not None or "error: " in said, f"{what} of {file}\n{said}"
-        resumed, said = outcome(whole, GO_ON)
-        assert resumed == wanted if resumed else "error: " in said, f"{what} of {file}\n{said}"
-        assert fresh is not None or resumed is None, f"{what} of {file} is trained on"
-        counted["refused" if fresh is None else "the same" if resumed else "another target"] += 1
-        shutil.rmtree(folder)
-    what_came = (f"{count} {what}" for what, count in sorted(counted.items()))
-    figures("a file of the target", cases, ", ".join(what_came))
+    wanted = undamaged(GO_ON)
+    for case in drill.cases("damaged: a file of the target"):
+        file = case.dice.choice(sorted(copied().glob("target/*")))
+        way = lie(file, case.dice)
+        with case:
+            fresh, said = outcome(whole, f"{GO_ON} run=other store=auto")
+            resumed, more = outcome(whole, GO_ON)
+            case.shown = f"{way} of {file}\n{said}\n{more}"
+            assert fresh is not None or "error: " in said
+            assert resumed == wanted if resumed else "error: " in more
+            assert fresh is not None or resumed is None, "it is trained on"
+            case.outcome = "recovered" if resumed else "refused in words"
 
 
 def test_a_damaged_address_of_the_queue_is_waited_out(
-    whole: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int, figures: Figures
+    whole: Project, copied: Callable[[], Path], drill: Drill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a producer whose patience is short here; the trainer writes the file anew."""
-    monkeypatch.chdir(shutil.copytree(whole.folder, tmp_path / "whole"))
     monkeypatch.setattr(
         "draftcore_disagg.produce.open_channel", lambda run: TcpChannel.open("tcp", b"", 0.01)
     )
-    dice, tried = random.Random("queue"), cases // 5
-    for made in dice.choices(
-        [*OTHER, *(b'{"address": "127.0.0.1:1"}'[:at] for at in range(9))], k=tried
-    ):
-        Path("run/queue.json").write_bytes(made)
-        found, said = outcome(whole, "produce")
-        assert found is None, made
-        assert "error: " in said, made
-    figures("damaged: address of the queue", tried, f"{tried} waited for another")
+    copied()
+    torn = [b'{"address": "127.0.0.1:1"}'[:at] for at in range(9)]
+    for case in drill.cases("damaged: address of the queue"):
+        Path("run/queue.json").write_bytes(made := case.dice.choice([*OTHER, *torn]))
+        with case:
+            found, said = outcome(whole, "produce")
+            case.outcome, case.shown = "refused in words", made
+            assert found is None
+            assert "error: " in said

@@ -1,7 +1,5 @@
 """Strangers at every port of a run, and a server that lies: a run's result stays, or one error says why."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket
@@ -11,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from draftcore_disagg.channel import Task
 from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
@@ -33,7 +31,7 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, ExitStatus
 from draftcore.plugins.registry import load_plugins
 from draftcore.training.ranks import join
-from tests.conftest import Figures
+from tests.drills import Case, Drill, altered
 from tests.ranks import listening, start_rank
 
 REQUEST = FeatureRequest((0,), True, "float32")
@@ -63,30 +61,30 @@ def pester(dice: random.Random, host: str, port: int, held: ExitStack) -> None:
 
 
 def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
-    cases: int, figures: Figures
+    drill: Drill,
 ) -> None:
-    dice, tasks = random.Random(cases), list[Task]()
-    for at in range(cases):
+    tasks = list[Task]()
+    for at in range(len(drill.numbers)):
         batch = CaptureBatch(at, (2 * at, 2 * at + 1), (f"s{at}", f"t{at}"), ([at] * 3,) * 2)
         tasks.append(Task(at, batch, ([True, False, True],) * 2, 10))
     queue = Queue(
-        {"store": "shm:x"}, ahead=cases, limit=None, skipped=Skipped({}, rows=9, share=1.0),
+        {"store": "shm:x"}, ahead=len(tasks), limit=None, skipped=Skipped({}, rows=9, share=1.0),
         free=lambda refs: None, ref_error=lambda task, refs: None,
     )  # fmt: skip
     queue.offer(iter(tasks), 0)
     with closing(TcpChannel.open("tcp", b"a secret")) as channel, ExitStack() as held:
         address = channel.serve(QueueService(queue))
         host, _, port = address.rpartition(":")
-        for one in tasks:
-            pester(dice, host, int(port), held)
-            with closing(channel.connect(lambda: address)) as client:
-                producer = RemoteQueue(client)
-                (claimed,), _ = producer.claim(1, SOON)
-                assert claimed.batch == one.batch
-                refs = tuple(SampleRef(row, "g", "", (), 3, 5) for row in one.batch.ids)
-                assert producer.publish(claimed.claim, refs)
-            assert queue.receive(one.position, SOON) == refs
-    figures("strangers at the queue's port", cases, "every batch came, whole and in order")
+        for case, one in zip(drill.cases("strangers at the queue's port"), tasks, strict=False):
+            with case:
+                pester(case.dice, host, int(port), held)
+                with closing(channel.connect(lambda: address)) as client:
+                    producer = RemoteQueue(client)
+                    (claimed,), _ = producer.claim(1, SOON)
+                    assert claimed.batch == one.batch
+                    refs = tuple(SampleRef(row, "g", "", (), 3, 5) for row in one.batch.ids)
+                    assert producer.publish(claimed.claim, refs)
+                assert queue.receive(one.position, SOON) == refs
 
 
 def add_up(folder: Path) -> None:
@@ -104,17 +102,18 @@ def add_up(folder: Path) -> None:
         raise SystemExit(error.exit_status) from None
 
 
-def test_strangers_at_the_ranks_ports_change_no_sum(
-    tmp_path: Path, cases: int, figures: Figures
-) -> None:
-    """Who comes before a rank may take its place: then all end, with an error and not with status 0."""
-    dice, ended, runs = random.Random(cases), 0, max(2, cases // 10)
-    for number in range(runs):
-        (folder := tmp_path / str(number)).mkdir()
-        ranks = [start_rank(folder, 0, 2, add_up, folder)]
-        with ExitStack() as held:
-            for at in range(cases // runs):
-                if at == number % 2 * 2:  # in every other run strangers come first
+def test_strangers_at_the_ranks_ports_change_no_sum(tmp_path: Path, drill: Drill) -> None:
+    """Ten at a time. Who comes before a rank may take its place: then all end, with an error."""
+    cases = drill.draw("strangers at the ranks' ports", 5 * SOON)
+    groups = [cases[at : at + 10] for at in range(0, len(cases), 10)]
+    for case in drill.judge(group[0] for group in groups):
+        (group,) = (group for group in groups if group[0] is case)
+        (folder := tmp_path / str(case.number)).mkdir()
+        ranks, case.times = [start_rank(folder, 0, 2, add_up, folder)], len(group)
+        with case, ExitStack() as held:
+            first = case.dice.choice((0, 2))  # strangers come before the other rank
+            for at, stranger in enumerate(group):
+                if at == min(first, len(group) - 1):
                     ranks.append(start_rank(folder, 1, 2, add_up, folder))
                 places: list[tuple[str, int]] = []
                 while not places and all(one.is_alive() for one in ranks):
@@ -123,17 +122,17 @@ def test_strangers_at_the_ranks_ports_change_no_sum(
                         places = [place for one in ranks for place in listening(one.pid or 0)]
                 assert {host for host, _ in places} <= {"127.0.0.1"}
                 with suppress(OSError, IndexError):  # a rank has ended
-                    pester(dice, *dice.choice(places), held)
+                    pester(stranger.dice, *stranger.dice.choice(places), held)
             (folder / "enough").touch()
+            held.close()
             for one in ranks:
                 one.join(SOON)
-        codes = [one.exitcode for one in ranks]
-        said = [(folder / f"output.{rank}").read_text() for rank in range(2)]
-        assert codes == [0, 0] or {*codes} <= {ExitStatus.FAILED, ExitStatus.RANK_LOST}, said
-        assert codes == [0, 0] or all("error: " in text for text in said), said
-        ended += codes != [0, 0]
-    found = f"{runs} runs: equal sums, or {ended} times an error"
-    figures("strangers at the ranks' ports", cases, found)
+            codes = [one.exitcode for one in ranks]
+            case.shown = said = [(folder / f"output.{rank}").read_text() for rank in range(2)]
+            if codes != [0, 0]:
+                case.outcome = "refused in words"
+                assert {*codes} <= {ExitStatus.FAILED, ExitStatus.RANK_LOST}
+                assert all("error: " in text for text in said)
 
 
 # ---------------------------------------------------------------- a server
@@ -152,8 +151,10 @@ def server(lie: Callable[[socket.socket], object]) -> Iterator[str]:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as serving:
         serving.daemon_threads = True
         threading.Thread(target=serving.serve_forever, args=[0.01]).start()
-        yield f"http://127.0.0.1:{serving.server_address[1]}"
-        serving.shutdown()
+        try:
+            yield f"http://127.0.0.1:{serving.server_address[1]}"
+        finally:
+            serving.shutdown()
 
 
 def reply(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
@@ -194,64 +195,35 @@ def a_lie(dice: random.Random, elsewhere: str) -> Callable[[socket.socket], None
     )
 
 
-def require_clear(error: DraftcoreError) -> None:
-    """Fail for an error that is long or steers a terminal."""
-    assert len(str(error)) < 2000
-    assert str(error).replace("\n", "").isprintable()
+def require_clear(case: Case, asked: Callable[[], object]) -> None:
+    """Fail for what is answered without an error, or by one that is long or steers a terminal."""
+    said = ""
+    try:
+        asked()
+    except DraftcoreError as error:
+        case.outcome, case.shown, said = "refused in words", error, str(error)
+    assert 0 < len(said) < 2200  # of them 2,000 are the server's
+    assert said.replace("\n", "").isprintable()
 
 
-def test_a_server_that_does_not_speak_http_gives_one_error_in_time(
-    cases: int, figures: Figures
-) -> None:
+def test_a_server_that_does_not_speak_http_gives_one_error_in_time(drill: Drill) -> None:
     """Nobody is asked in its place, whatever a redirect says."""
-    dice, asked = random.Random(cases), list[object]()
+    asked = list[object]()
     with server(asked.append) as elsewhere:
-        for _ in range(cases):
-            lie = a_lie(dice, elsewhere)
-            with server(lie) as url, pytest.raises(DraftcoreError) as caught:
-                Server(url).post({"x": 1}, 0.3)
-            require_clear(caught.value)
-    assert not asked
-    figures("answers endless, slow, cut, redirected or no HTTP", cases, "an error each")
-
-
-JUNK: tuple[Any, ...] = (
-    None,
-    [],
-    {},
-    "",
-    "\x1b[2J" * 999,
-    -1,
-    10**400,
-    1e999,
-    True,
-    [[]] * 99,
-    {"plain": [1]},
-)
-
-
-def altered(dice: random.Random, data: Any) -> Any:
-    """Return JSON data with something else in a place of it."""
-    if isinstance(data, dict | list) and data and dice.random() < 0.8:
-        keys = list(data) if isinstance(data, dict) else list(range(len(data)))
-        key, changed = dice.choice(keys), data.copy()
-        changed[key] = altered(dice, data[key])
-        return changed
-    return dice.choice(JUNK)
+        for case in drill.cases("answers endless, slow, cut, redirected or no HTTP"):
+            lie = a_lie(case.dice, elsewhere)
+            with case, server(lie) as url:
+                require_clear(case, partial(Server(url).post, {"x": 1}, 0.3))
+                assert not asked
 
 
 def test_a_server_that_lies_about_itself_and_its_captures_gives_one_error(
-    tmp_path: Path, target_folder: Path, cases: int, figures: Figures
+    tmp_path: Path, target_folder: Path, drill: Drill
 ) -> None:
-    target, dice = TransformersTarget(str(target_folder), device="cpu"), random.Random(cases)
-    about: dict[str, Any] = {
-        "version": VERSION,
-        "problem": "",
-        "model": "as asked",
-        "sink": "shm:x",
-    }
-    about |= {"layers": target.num_layers, "width": int(target.text_config.hidden_size)}
-    about |= {"vocabulary": target.vocab_size, "names": list(REQUEST.names)}
+    target, dice = TransformersTarget(str(target_folder), device="cpu"), random.Random()
+    about: dict[str, Any] = {"version": VERSION, "problem": "", "model": "as asked"}
+    about |= {"sink": "shm:x", "layers": target.num_layers, "vocabulary": target.vocab_size}
+    about |= {"width": int(target.text_config.hidden_size), "names": list(REQUEST.names)}
     ref = SampleRef("0" * 32, "g", f"file:{tmp_path}", (), 2, 8).to_json()
 
     def lie(sock: socket.socket) -> None:
@@ -260,14 +232,13 @@ def test_a_server_that_lies_about_itself_and_its_captures_gives_one_error(
         said = found if dice.random() < 0.3 else altered(dice, found)
         sock.sendall(reply(json.dumps(said).encode()))
 
-    def capture(options: ServerOptions) -> None:
+    def capture() -> None:
         with closing(ServerCapture(target, REQUEST, options)) as opened:
             list(opened.features([batch(members=[[1, 2]])]))
 
     with server(lie) as url:
         options = ServerOptions(servers=(url,), patience=0.1, timeout=5, self_test=False)
-        for _ in range(cases):
-            with pytest.raises(DraftcoreError) as caught:
-                capture(options)
-            require_clear(caught.value)
-    figures("answers in JSON that are lies", cases, "an error each")
+        for case in drill.cases("answers in JSON that are lies"):
+            dice = case.dice
+            with case:
+                require_clear(case, capture)

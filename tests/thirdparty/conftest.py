@@ -5,8 +5,6 @@ tree is on the path of what runs here, and every verb is a process of its own: w
 is a fork that has imported other people's packages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

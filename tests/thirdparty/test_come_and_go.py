@@ -1,17 +1,11 @@
 """A core becomes what a run needs, line by line; algorithms come and go, and nobody notices."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
 
-from tests.thirdparty.conftest import STANDARD
-
-if TYPE_CHECKING:
-    from tests.thirdparty.conftest import NewEnvironment, NewRun, Run
+from tests.thirdparty.conftest import STANDARD, NewEnvironment, NewRun, Run
 
 BLOCKS = {"num_layers": 1, "layers": [1, 3], "block_size": 4, "num_anchors": 4}
 HEAD = {"gru_hidden_dim": 8, "emb_dim": 4}

@@ -1,17 +1,11 @@
 """The Medusa example, an algorithm of a dist that this project does not know: its whole life."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.thirdparty.conftest import STANDARD
-
-if TYPE_CHECKING:
-    from tests.thirdparty.conftest import NewEnvironment, NewRun
+from tests.thirdparty.conftest import STANDARD, NewEnvironment, NewRun
 
 PROJECT = Path(__file__).parents[2] / "examples" / "plugins" / "draftcore-medusa"
 MEDUSA = {"name": "medusa", "dist": "draftcore-medusa", "version": "0.1.0", "origin": ""}

@@ -1,7 +1,5 @@
 """A small project on disk, the command line run in this process or in others, and a run that is done."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,20 +1,13 @@
 """`train.compile`: the same losses from one compiled graph, and eager ones where there is no compiler."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.together.conftest import OPTIONS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import OPTIONS, NewProject, Project
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -1,30 +1,26 @@
 """Data as people have it, through whole runs."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from draftcore_data.dataset import read_prompts
 from draftcore_sdk.targets import CHATML
 
 from draftcore.contracts.run import Prompts
-
-if TYPE_CHECKING:
-    from tests.together.conftest import Project
+from tests.together.conftest import Project
 
 
 class Calendar(datetime):
     day = 23
 
     @classmethod
-    def now(cls, tz: Any = None) -> Calendar:
+    def now(cls, tz: Any = None) -> Any:
         return cls(2026, 11, cls.day)
 
 

@@ -4,8 +4,6 @@ Sessions, verbs, files and extras exist, YAML is a run with options that its plu
 the options that there are, shown output is what is printed. What needs a server or a GPU is not run.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import runpy

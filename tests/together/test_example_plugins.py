@@ -1,16 +1,13 @@
 """The examples of one file, by the command line: what they log, what they stop, what they schedule."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.together.conftest import Project, Start
+from tests.together.conftest import Project, Start
 
 FOLDER = Path(__file__).parents[2] / "examples" / "plugins"
 EARLY_STOP, WSD = FOLDER / "early_stop.py", FOLDER / "wsd.py"

@@ -1,12 +1,10 @@
 """Rows with images: from conversations to features of a target that sees, and to a draft."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -23,9 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from draftcore.contracts.capture import BadRows, FeatureRequest
 from draftcore.data.samples import batch_of
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import NewProject, Project
 
 ANSWERS = ["it is thing 0", "it is thing 1", "thing 2", "that is 3", "nothing"]
 TEXT = "no image\n"  # text parts are joined by newlines

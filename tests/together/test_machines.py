@@ -3,8 +3,6 @@
 Slurm's own commands are stood in for by a dozen lines of shell, which start what they are given.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -12,7 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 import pytest
@@ -21,9 +19,7 @@ import yaml
 from draftcore.config import RunConfig
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load_plugins
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import NewProject, Project
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "machines.md").read_text()

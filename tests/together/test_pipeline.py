@@ -1,11 +1,9 @@
 """From conversations to an export, by the command line and from Python, and what people read of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,7 @@ from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
 from draftcore.training.loop import collate
-from tests.together.conftest import BLOCKS, OPTIONS
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import BLOCKS, OPTIONS, NewProject, Project
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/quickstart/notebook.ipynb"
 

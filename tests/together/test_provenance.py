@@ -4,18 +4,11 @@ The capture is a loose plugin around `hf`, with an option that changes features 
 that does not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.together.conftest import WAIT
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
-
+from tests.together.conftest import WAIT, NewProject, Project
 
 PLUGIN = """
 from draftcore import hookimpl

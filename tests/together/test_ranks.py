@@ -1,20 +1,14 @@
 """Two ranks of which one fails: all end, and say why. What they train: test_same_bits.py."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from draftcore.errors import ExitStatus
-from tests.together.conftest import BLOCKS, OPTIONS, Ranks
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project, Start
+from tests.together.conftest import BLOCKS, OPTIONS, NewProject, Project, Ranks, Start
 
 DRAFTS = {
     "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},

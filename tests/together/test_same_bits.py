@@ -4,8 +4,6 @@ Of five drafts at once; features captured here, kept, or captured by producers; 
 CPU only ranks, which add up in another order, may differ in the last bits.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -18,7 +16,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +26,7 @@ import draftcore
 from draftcore.config import RESERVED
 from draftcore.errors import ExitStatus
 from tests.ranks import listening
-from tests.together.conftest import BLOCKS, ODD, OPTIONS, WAIT
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project, Start
+from tests.together.conftest import BLOCKS, ODD, OPTIONS, WAIT, NewProject, Project, Start
 
 # Seven batches, of which the last is short, make steps of 2, 2, 2 and 1.
 TRAIN: dict[str, Any] = {

@@ -1,7 +1,5 @@
 """Our own verbs import the plugins that a run selects; what else is installed cannot disturb them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,12 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import NewProject, Project
 
 TRAIN = """
 import sys

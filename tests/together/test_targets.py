@@ -4,23 +4,17 @@ Each is tiny, with random weights, and made by transformers' own classes. In CI 
 algorithm; `nox -s full` takes all of them through all three.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
 from draftcore_sdk.targets import FAMILIES, tiny_target
 
 from draftcore.cli import main
-from tests.together.conftest import OPTIONS
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import OPTIONS, NewProject, Project
 
 # Of each of these one algorithm is trained in CI: attention, a cap, states, and a model that sees.
 SHORT = {"gemma2": "eagle3", "qwen3_next": "eagle3", "falcon_h1": "dflash", "qwen3_vl": "domino"}

@@ -1,14 +1,9 @@
 """How much code of the core a step goes through: whoever debugs one reads no more than that."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import draftcore
-
-if TYPE_CHECKING:
-    from tests.together.conftest import Project
+from tests.together.conftest import Project
 
 CORE = Path(draftcore.__file__).parent
 TRACER = """

@@ -1,18 +1,15 @@
 """What is evaluated, exported and called done is what was trained, or it is said why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftcore_sdk.targets import CHATML
 
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject, Project
+from tests.together.conftest import NewProject, Project
 
 # Of eagle3, without a tensor of another shape: what a draft is fed, and how it is computed.
 OTHERWISE: dict[str, tuple[Any, ...]] = {

@@ -1,7 +1,5 @@
 """The page for plugin authors, executed: its files written, its commands run, outputs compared."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -9,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
@@ -18,10 +16,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import Proposal
 from tests.forks import ENVIRONMENT
-from tests.together.conftest import BLOCKS
-
-if TYPE_CHECKING:
-    from tests.together.conftest import NewProject
+from tests.together.conftest import BLOCKS, NewProject
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")

@@ -156,7 +156,7 @@ class FileStore(BaseStore):
             with self._opened(name) as (_, refs):
                 self._shards[name] = refs
         except StoreError:
-            if (self.folder / name).exists():
+            if os.path.lexists(self.folder / name):
                 raise
             return False
         for ref in refs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -122,32 +121,38 @@ def test_the_same_command_goes_on_whatever_ended_it_and_leaves_nothing_behind(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("size", ["two", "three"])
 def test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments(
-    machines: Any, run: Any, calm: Calm, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    machines: Any, make: Callable[..., Any], calm: Calm, drill: Any, size: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Each gets a successor when it is switched off, frozen for a while, or hidden from Ray."""
-    seed = int(os.environ.get("DRAFTCORE_SEED", time.time_ns() % 1_000_000))
-    print(f"DRAFTCORE_SEED={seed}")
-    chance = random.Random(seed + number)
     monkeypatch.setenv("FAULTS", "pace:0.6")
-    kinds: list[dict[str, float]] = [{"train": 1}, {"train": 1}, {"capture": 1}]
-    nodes = [(machines.add(**kind), kind) for kind in kinds]
-    process = run.start()
-    run.until(lambda: run.steps() >= 1, process)
-    for _ in range(ROUNDS):
-        time.sleep(chance.uniform(0, 8))
-        if process.poll() is not None:
-            break
-        node, kind = nodes.pop(chance.randrange(3))
-        how = chance.choice([machines.lose, machines.freeze, machines.hide])
-        print(f"{how.__name__} a machine with {kind} at step {run.steps()}")
-        nodes.append((machines.add(**kind), kind))
-        how(node)
-        time.sleep(chance.uniform(0, 2 * PATIENCE))
-        if how == machines.freeze:
-            machines.thaw(node)
-    run.require_calm(process, calm, 2 * LONG)
+    kinds: list[dict[str, float]] = [{"train": 2 if size == "two" else 1}, {"capture": 1}]
+    kinds += [{"train": 1}] if size == "three" else []
+    cases = drill.draw(f"machines of Ray lost, frozen, hidden: {size}", seconds=5 * LONG)
+    for case in drill.judge(cases, good=("recovered",)):
+        run = make(machines.address)
+        nodes, told, case.times = [(machines.add(**kind), kind) for kind in kinds], list[str](), 0
+        with case:
+            process = run.start()
+            run.until(lambda run=run: run.steps() >= 1, process)
+            while case.times < ROUNDS:
+                time.sleep(case.dice.uniform(0, 8))
+                if process.poll() is not None:
+                    break
+                node, kind = nodes.pop(case.dice.randrange(len(nodes)))
+                how = case.dice.choice([machines.lose, machines.freeze, machines.hide])
+                told.append(f"{how.__name__} a machine with {kind} at step {run.steps()}")
+                case.shown, case.times = "\n".join(told), len(told)
+                nodes.append((machines.add(**kind), kind))
+                how(node)
+                time.sleep(case.dice.uniform(0, 2 * PATIENCE))
+                if how == machines.freeze:
+                    machines.thaw(node)
+            run.require_calm(process, calm, 2 * LONG)
+            if "Traceback" in run.output():
+                case.outcome, case.shown = "traceback", [*told, run.output()]
 
 
 @pytest.mark.long
