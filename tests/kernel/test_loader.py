@@ -58,10 +58,8 @@ def offering(offers: str, more: str = "") -> str:
 def test_plugins_are_sorted_by_name_with_their_offers_and_hooks(site: Site) -> None:
     for name in ("b", "c", "a"):
         site.store(name)
-    plugins = site.load().plugins
-    assert [plugin.name for plugin in plugins] == ["a", "b", "c"]
-    for name, plugin in zip("abc", plugins, strict=True):
-        assert (plugin.state, plugin.problem, plugin.fix) == ("ready", "", "")
+    for name, plugin in zip("abc", site.load().plugins, strict=True):
+        assert (plugin.name, plugin.state, plugin.problem, plugin.fix) == (name, "ready", "", "")
         assert (plugin.dist, plugin.version) == (f"draftcore-{name}", "0.1")
         assert [(offer.kind, offer.name) for offer in plugin.offers] == [("store", name)]
         assert plugin.hooks == ("describe", "feature_store")
@@ -113,21 +111,18 @@ def test_a_bad_plugin_is_broken_with_its_reason_and_the_others_load(
     assert str(caught.value).endswith(f"{bad.problem}\n  {bad.fix}")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [ALGORITHM, f"{OBSERVER}@hookimpl(optionalhook=True)\ndef from_the_future(): ..."],
-)
-def test_a_whole_algorithm_and_an_optional_hook_of_a_newer_core_are_ready(
-    site: Site, source: str
-) -> None:
-    site.plugin("good", source)
-    assert site.judged("good").state == "ready"
+def test_a_whole_algorithm_and_an_optional_hook_of_a_newer_core_are_ready(site: Site) -> None:
+    site.plugin("whole", ALGORITHM)
+    site.plugin("newer", f"{OBSERVER}@hookimpl(optionalhook=True)\ndef from_the_future(): ...")
+    assert [plugin.state for plugin in site.load().plugins] == ["ready", "ready"]
 
 
-def test_a_broken_import_is_fixed_by_the_requirement_that_is_not_installed(site: Site) -> None:
+def test_a_broken_import_is_fixed_by_what_is_not_installed_or_by_its_own_files(site: Site) -> None:
     requires = ["surely-missing-engine>=2", "pluggy>=1", "other; extra == 'more'"]
     site.plugin("bad", "import surely_missing", requires=requires)
     assert site.judged("bad").fix == "pip install 'surely-missing-engine>=2'"
+    site.metadata("draftcore-gone", {"gone": "fake_gone"})
+    assert site.judged("gone").fix == "pip install --force-reinstall draftcore-gone"
 
 
 @pytest.mark.parametrize(
@@ -145,11 +140,6 @@ def test_a_plugin_whose_requirement_is_here_in_another_version_is_broken(
     else:
         assert found.state == "broken"
         assert found.problem == f"requires pluggy{bound}; here: pluggy {HERE}"
-
-
-def test_a_plugin_whose_own_files_are_gone_is_installed_again(site: Site) -> None:
-    site.metadata("draftcore-gone", {"gone": "fake_gone"})
-    assert site.judged("gone").fix == "pip install --force-reinstall draftcore-gone"
 
 
 def test_ctrl_c_at_import_is_not_swallowed_and_names_the_plugin(
@@ -325,17 +315,14 @@ def test_a_requirement_that_is_met_or_is_not_on_the_core_is_no_obstacle(site: Si
     assert site.judged("good").state == "ready"
 
 
+FOLDER, GIT = '{"url": "file:///home/me/my%20plugin"', '{"url": "https://x.org/p"'
+
+
 @pytest.mark.parametrize(
     ("direct_url", "origin"),
     [
-        (
-            '{"url": "file:///home/me/my%20plugin", "dir_info": {"editable": true}}',
-            "editable: /home/me/my plugin",
-        ),
-        (
-            '{"url": "https://x.org/p.git", "vcs_info": {"vcs": "git", "commit_id": "0abc"}}',
-            "git+https://x.org/p.git@0abc",
-        ),
+        (f'{FOLDER}, "dir_info": {{"editable": true}}}}', "editable: /home/me/my plugin"),
+        (f'{GIT}, "vcs_info": {{"vcs": "git", "commit_id": "0abc"}}}}', "git+https://x.org/p@0abc"),
         ('{"url": "https://x.org/p-0.1-py3-none-any.whl", "archive_info": {}}', ""),
         ("{", ""),
     ],
@@ -394,13 +381,13 @@ def test_an_unknown_name_lists_what_is_there_and_invents_no_pip_line(site: Site)
 @pytest.mark.parametrize(
     ("kind", "name", "says", "remedy"),
     [
-        ("algorithm", "eagle3", "", "pip install draftcore-eagle3"),
-        ("capture", "sglang-server", "", "pip install draftcore-sglang"),
+        ("algorithm", "eagle3", "", "draftcore-eagle3"),
+        ("capture", "sglang-server", "", "draftcore-sglang"),
         (
             "store",
-            "mooncacke",
+            "moncake",
             " (did you mean 'mooncake'?)",
-            "pip install draftcore-mooncake   # for 'mooncake'",
+            "draftcore-mooncake   # for 'mooncake'",
         ),
     ],
 )
@@ -409,7 +396,7 @@ def test_an_offer_of_a_dist_that_is_not_installed_names_the_dist(
 ) -> None:
     with pytest.raises(UsageError) as caught:
         site.load().find(kind, name)
-    lines = [f"there is no {kind} {name!r}{says}", "  installed: none", f"  {remedy}"]
+    lines = [f"there is no {kind} {name!r}{says}", "  installed: none", f"  pip install {remedy}"]
     assert str(caught.value).splitlines() == lines
 
 
@@ -431,10 +418,11 @@ def test_what_is_built_in_wins_its_name_and_those_of_its_offers(site: Site) -> N
     site.core()
     site.metadata("thief", {"builtin": "fake_thief"})
     site.plugin("fork", STORE.replace("NAME", "builtin"))
-    states = {plugin.dist: plugin.state for plugin in site.load().plugins}
+    registry = site.load()
+    states = {plugin.dist: plugin.state for plugin in registry.plugins}
     assert states == {"draftcore": "ready", "thief": "conflict", "draftcore-fork": "ready"}
-    assert site.load().find("store", "builtin") is not site.load().find("store", "builtin", "fork")
-    assert site.load().find("store", "builtin").dist == site.load().named("builtin").dist
+    assert registry.find("store", "builtin") is not registry.find("store", "builtin", "fork")
+    assert registry.find("store", "builtin").dist == registry.named("builtin").dist
 
 
 def test_a_name_of_ours_is_taken_from_its_dist_and_another_only_by_its_plugin(site: Site) -> None:
@@ -525,17 +513,13 @@ def test_choosing_imports_the_built_in_plugin_and_the_one_of_that_name(site: Sit
     assert imported() == {"draftcore.fake_builtin", "fake_a"}
 
 
-def test_an_offer_in_an_entry_point_of_another_name_is_found(site: Site) -> None:
-    site.store("a")
+def test_a_loose_file_is_asked_first_and_an_entry_point_of_another_name_at_last(site: Site) -> None:
     site.plugin("engine", STORE.replace("NAME", "engine-server"))
-    assert site.load().find("store", "engine-server").name == "engine"
-
-
-def test_a_loose_file_is_asked_before_what_is_installed(site: Site) -> None:
-    site.plugin("bad", "raise AssertionError('imported')")
     file = site.loose("fake_loose", STORE.replace("NAME", "mine"))
-    assert site.load([file]).find("store", "mine").name == "fake_loose"
+    registry = site.load([file])
+    assert registry.find("store", "mine").name == "fake_loose"
     assert imported() == {"fake_loose"}
+    assert registry.find("store", "engine-server").name == "engine"
 
 
 # ------------------------------------------------------------ manifests
