@@ -354,10 +354,19 @@ def lint(session: nox.Session) -> None:
 
 @job()
 def typing(session: nox.Session) -> None:
-    """mypy --strict on the core and its tests, on every plugin and on the examples of plugins."""
-    python = base_python(session)
+    """mypy --strict on the core and its tests, every plugin, examples and what `new-plugin` writes."""
+    python, written = base_python(session), Path(session.create_tmp()).resolve()
+    shutil.rmtree(written)
+    written.mkdir()
+    program = (
+        "import pathlib, sys; from draftcore_sdk.new_plugin import NEEDS, render, write\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "for kind in NEEDS: write(folder / f'draftcore-my-{kind}', render(f'my-{kind}', kind))"
+    )
+    sources = os.pathsep.join(map(str, (describe_dists(written), *PROJECTS)))
+    session.run(python, "-c", program, str(written), env={"PYTHONPATH": sources})
     folders = [str(path / path.name.replace("-", "_")) for path in (*PROJECTS[1:], *EXAMPLES)]
-    folders += map(str, ROOT.glob("examples/plugins/*.py"))
+    folders += map(str, [*ROOT.glob("examples/plugins/*.py"), *written.glob("*/draftcore_my_*")])
     env = {"MYPYPATH": os.pathsep.join(map(str, EXAMPLES))}  # the configuration knows none of them
     session.run(python, "-m", "mypy", "draftcore", "tests", *folders, env=env)
 

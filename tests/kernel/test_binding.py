@@ -64,22 +64,19 @@ def test_a_binding_calls_its_owner_and_the_wrappers_selected_in_the_order_of_the
     assert open_store(site, "m", "a", "z") == open_store(site, "m", "z", "a") == "z a m at there"
 
 
-def test_a_loose_file_is_selected_without_being_named(site: Site) -> None:
+def test_a_loose_file_is_selected_without_being_named_unless_it_offers_something(
+    site: Site,
+) -> None:
     site.store("a")
-    file = site.loose("around", WRAPPER)
+    file, mine = (
+        site.loose("around", WRAPPER),
+        site.loose("my_store", STORE.replace("NAME", "mine")),
+    )
     assert open_store(site, "a", files=(file,)) == "wrapped a at there"
-    broken = site.loose("broken_idea", "1 / 0")
     with pytest.raises(UsageError, match="ZeroDivisionError"):
-        open_store(site, "a", files=(broken,))
-
-
-def test_a_loose_file_with_an_offer_is_chosen_by_that_offer_alone(site: Site) -> None:
-    site.store("a")
-    source = "@hookimpl\ndef describe():\n    return [Offer('store', 'mine')]\n"
-    source += "@hookimpl\ndef feature_store(uri):\n    return Opened('mine')\n"
-    file = site.loose("my_store", source)
-    assert open_store(site, "a", files=(file,)) == "a at there"
-    assert open_store(site, "mine", files=(file,)) == "mine"
+        open_store(site, "a", files=(site.loose("broken_idea", "1 / 0"),))
+    assert open_store(site, "a", files=(mine,)) == "a at there"
+    assert open_store(site, "mine", files=(mine,)) == "mine at there"
 
 
 def test_two_owners_of_one_hook_are_refused_when_bound(site: Site) -> None:
@@ -187,27 +184,18 @@ def test_options_become_the_plugins_own_model(tuned: Site) -> None:
     assert (binding.options.limit_bytes, binding.options.pool.pages) == (9, 2)
 
 
+PAGE = "page: unknown key (did you mean 'pages'?); there are pages, page_bytes"
+LIMIT = "limit_byte: unknown key (did you mean 'limit_bytes'?); there are limit_bytes, pool, pools"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"limit_byte": 2, "limit_bytes": 1},  # though the model would ignore it
-            "limit_byte: unknown key (did you mean 'limit_bytes'?);"
-            " there are limit_bytes, pool, pools",
-        ),
-        (
-            {"limit_bytes": 1, "pool": {"page": 1}},
-            "pool.page: unknown key (did you mean 'pages'?); there are pages, page_bytes",
-        ),
-        (
-            {"limit_bytes": 1, "pools": [{"page": 1}]},
-            "pools.0.page: unknown key (did you mean 'pages'?); there are pages, page_bytes",
-        ),
+        ({"limit_byte": 2, "limit_bytes": 1}, LIMIT),  # though the model would ignore it
+        ({"limit_bytes": 1, "pool": {"page": 1}}, f"pool.{PAGE}"),
+        ({"limit_bytes": 1, "pools": [{"page": 1}]}, f"pools.0.{PAGE}"),
         ({}, "limit_bytes: is missing"),
-        (
-            {"limit_bytes": "many"},
-            "limit_bytes: Input should be a valid integer, not 'many'",
-        ),
+        ({"limit_bytes": "many"}, "limit_bytes: Input should be a valid integer, not 'many'"),
     ],
 )
 def test_what_is_wrong_with_an_option_is_said_with_the_options_of_its_section(

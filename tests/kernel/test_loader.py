@@ -151,11 +151,6 @@ def test_a_plugin_that_requires_another_version_is_broken(site: Site, bound: str
         assert found.problem == f"requires pluggy{bound}; here: pluggy {HERE}"
 
 
-def test_a_plugin_whose_own_files_are_gone_is_installed_again(site: Site) -> None:
-    site.metadata("draftcore-gone", {"gone": "fake_gone"})
-    assert site.judged("gone").fix == "pip install --force-reinstall draftcore-gone"
-
-
 def test_ctrl_c_at_import_is_not_swallowed_and_names_the_plugin(
     site: Site, capsys: Captured
 ) -> None:
@@ -486,8 +481,10 @@ def test_an_offer_in_an_entry_point_of_another_name_is_found(site: Site) -> None
 def test_a_loose_file_is_asked_before_what_is_installed(site: Site) -> None:
     site.plugin("bad", "raise AssertionError('imported')")
     file = site.loose("fake_loose", STORE.replace("NAME", "mine"))
-    assert site.load([file]).find("store", "mine").name == "fake_loose"
+    registry = site.load([file])
+    assert registry.find("store", "mine").name == "fake_loose"
     assert imported() == {"fake_loose"}
+    assert registry.find("store", "engine-server").name == "engine"
 
 
 def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -> None:

@@ -36,7 +36,7 @@ from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
-OpenCapture = Callable[[FeatureRequest], Capture]
+Open = Callable[[FeatureRequest], Capture]
 LAYERS, WIDTH = 4, 32
 ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or
@@ -61,8 +61,6 @@ HALVES = {"bfloat16": 2**-8, "float16": 2**-11}
 class CaptureSuite(Suite):
     """The behaviour of a capture backend, opened through its plugin."""
 
-    # ------------------------------------------------------------ fixtures
-
     @pytest.fixture
     def target_folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The folder of the target, written once per session."""
@@ -74,7 +72,7 @@ class CaptureSuite(Suite):
         return TransformersTarget(str(target_folder), device="cpu")
 
     @pytest.fixture
-    def open_capture(self, target: TargetSpec) -> Iterator[OpenCapture]:
+    def open_capture(self, target: TargetSpec) -> Iterator[Open]:
         """Open the backend for a request, any number of times; all are closed at the end."""
         captures: list[Capture] = []
 
@@ -95,11 +93,9 @@ class CaptureSuite(Suite):
         said = self.said("capture", "")
         return replace(ALL, topk=5 * ("topk" in said), embeddings="embeddings" in said)
 
-    # ------------------------------------------------------------ what comes back
-
     @pytest.mark.parametrize("shape", REQUESTS)
     def test_features_are_those_asked_and_as_long_as_their_tokens(
-        self, open_capture: OpenCapture, shape: str
+        self, open_capture: Open, shape: str
     ) -> None:
         """Also where the batch is padded to its longest row, and where it is one row."""
         request, forms = REQUESTS[shape], REQUESTS[shape].feature_specs(WIDTH)
@@ -115,7 +111,7 @@ class CaptureSuite(Suite):
                     assert not value.requires_grad, "features are data: capture without gradients"
 
     def test_batches_and_rows_keep_their_order(
-        self, open_capture: OpenCapture, target_folder: Path
+        self, open_capture: Open, target_folder: Path
     ) -> None:
         """Rows of one length: only their values tell them apart."""
         reference = reference_of(target_folder)
@@ -133,11 +129,9 @@ class CaptureSuite(Suite):
                 others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
                 require_near(features["hidden.0"], right, others)
 
-    # ------------------------------------------------------------ which tensors they are
-
     @pytest.mark.parametrize("name", WIDEST.names)
     def test_features_are_the_ones_of_their_name(
-        self, open_capture: OpenCapture, target_folder: Path, name: str
+        self, open_capture: Open, target_folder: Path, name: str
     ) -> None:
         """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
 
@@ -157,7 +151,7 @@ class CaptureSuite(Suite):
 
     @pytest.mark.parametrize("dtype", HALVES)
     def test_a_stored_type_holds_the_numbers_of_float32(
-        self, open_capture: OpenCapture, dtype: str
+        self, open_capture: Open, dtype: str
     ) -> None:
         """Rounded to it, once."""
         requests = replace(self.everything, dtype=dtype), self.everything
@@ -169,18 +163,14 @@ class CaptureSuite(Suite):
 
     @pytest.mark.parametrize("beyond", [LAYERS, -1])
     def test_a_layer_out_of_range_is_refused_with_the_range(
-        self, open_capture: OpenCapture, beyond: int
+        self, open_capture: Open, beyond: int
     ) -> None:
         with pytest.raises(UsageError) as caught:
             open_capture(FeatureRequest((0, beyond), True, "float32"))
         numbers = re.findall(r"-?\d+", str(caught.value))
         assert {"0", str(LAYERS - 1), str(beyond)} <= set(numbers), caught.value
 
-    # ------------------------------------------------------------ on what they depend
-
-    def test_a_rows_features_do_not_depend_on_its_neighbours(
-        self, open_capture: OpenCapture
-    ) -> None:
+    def test_a_rows_features_do_not_depend_on_its_neighbours(self, open_capture: Open) -> None:
         """Within rounding: a batch of another shape adds in another order."""
         capture = open_capture(self.everything)
         together = features_of(capture, batch(0, 4, 2))
@@ -190,14 +180,14 @@ class CaptureSuite(Suite):
                 if name != "topk_ids":
                     require_near(features[name], alone[name])
 
-    def test_no_token_sees_what_follows(self, open_capture: OpenCapture) -> None:
+    def test_no_token_sees_what_follows(self, open_capture: Open) -> None:
         (whole,) = features_of(capture := open_capture(ALL), batch(1))
         (begun,) = features_of(capture, batch(members=[ROWS[1][:9]]))
         for name in ALL.names:
             require_near(whole[name][:9], begun[name])
 
     def test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it(
-        self, open_capture: OpenCapture
+        self, open_capture: Open
     ) -> None:
         """What a run resumed after a crash captures again must be what it had."""
         asked, capture = batch(0, 1, 2), open_capture(self.everything)
@@ -206,7 +196,7 @@ class CaptureSuite(Suite):
             require_same(found.features, first)
         require_same(features_of(capture, asked), first)
 
-    def test_joined_requests_give_the_bits_of_each(self, open_capture: OpenCapture) -> None:
+    def test_joined_requests_give_the_bits_of_each(self, open_capture: Open) -> None:
         """Algorithms that train side by side share one capture."""
         other = replace(self.everything, layers=(2, 3), embeddings=False)
         one = replace(self.everything, layers=(2, 0), last_hidden=False, topk=other.topk // 2)
@@ -215,10 +205,8 @@ class CaptureSuite(Suite):
             parts = [request.select(features) for features in joined]
             require_same(parts, features_of(open_capture(request), batch(0, 1)))
 
-    # ------------------------------------------------------------ what it does besides
-
     def test_capturing_leaves_the_targets_logits_unchanged(
-        self, open_capture: OpenCapture, target: TargetSpec
+        self, open_capture: Open, target: TargetSpec
     ) -> None:
         tokens = torch.tensor([ROWS[1]])
         model = decoder_model(target.load_model(), "this test").model
@@ -229,7 +217,7 @@ class CaptureSuite(Suite):
         capture.close()
         assert torch.equal(model(input_ids=tokens).logits, before_TV)
 
-    def test_batches_are_asked_for_as_features_are_taken(self, open_capture: OpenCapture) -> None:
+    def test_batches_are_asked_for_as_features_are_taken(self, open_capture: Open) -> None:
         """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""
         asked: list[int] = []
 
@@ -244,7 +232,7 @@ class CaptureSuite(Suite):
         assert [one.batch.index for one in captured] == list(range(1, 64))
 
     @torch.enable_grad()
-    def test_capturing_changes_nothing_that_training_reads(self, open_capture: OpenCapture) -> None:
+    def test_capturing_changes_nothing_that_training_reads(self, open_capture: Open) -> None:
         """A rank captures its batches between its steps."""
         capture = open_capture(ALL)
         features_of(capture, batch(0, 1, 2))
@@ -254,7 +242,7 @@ class CaptureSuite(Suite):
             changed = [name for name, value in before.items() if now[name] != value]
             assert not changed, f"the next step would draw or compute otherwise: {changed}"
 
-    def test_capturing_again_and_again_keeps_nothing(self, open_capture: OpenCapture) -> None:
+    def test_capturing_again_and_again_keeps_nothing(self, open_capture: Open) -> None:
         capture, held = open_capture(ALL), list[int]()
         with watched_bytes(torch.device("cpu")) as bytes_held:
             for _ in range(CYCLES):
@@ -262,9 +250,7 @@ class CaptureSuite(Suite):
                 held.append(bytes_held())
         assert held[-1] <= held[2], f"bytes held after each batch: {held}"
 
-    def test_closing_is_harmless_twice_and_to_another_capture(
-        self, open_capture: OpenCapture
-    ) -> None:
+    def test_closing_is_harmless_twice_and_to_another_capture(self, open_capture: Open) -> None:
         """An evaluation during training opens one of its own."""
         capture, other = (open_capture(REQUESTS["both"]) for _ in range(2))
         before = features_of(other, batch(0))
@@ -272,9 +258,6 @@ class CaptureSuite(Suite):
         capture.close()
         capture.close()
         require_same(features_of(other, batch(0)), before)
-
-
-# ---------------------------------------------------------------- pieces of the tests
 
 
 def capture_target(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,9 @@ class Trainer:
         self.channel, self.heard, self.freed = channel, list[Json](), list[SampleRef]()
         self.skipped = Skipped({}, rows=100, share=1.0)
         self.queue = Queue(
-            {"store": "test:"},
-            ahead=10**6,
-            limit=None,
-            skipped=self.skipped,
-            free=self.freed.extend,
-            ref_error=lambda task, refs: None,
-            ttl=ttl,
-        )
+            {"store": "test:"}, ahead=10**6, limit=None, skipped=self.skipped,
+            free=self.freed.extend, ref_error=lambda task, refs: None, ttl=ttl,
+        )  # fmt: skip
         self.service = QueueService(self.queue)
         self.address = channel.serve(self)
 
@@ -79,6 +75,11 @@ class Ends:
         self.stack.callback(channel.close)
         return channel
 
+    @cached_property
+    def trainer(self) -> Trainer:
+        """The trainer of tests that need no more than one."""
+        return self.begin()
+
     def begin(self, ttl: float = 10 * SOON) -> Trainer:
         """Begin a trainer; its queue is ended at the end, so that no request waits on."""
         trainer = Trainer(self.channel(), ttl)
@@ -91,22 +92,29 @@ class Ends:
         self.stack.callback(client.close)
         return RemoteQueue(client)
 
-    def join(self, trainer: Trainer, secret: bytes = SECRET) -> RemoteQueue:
+    def join(self, trainer: Trainer | None = None, secret: bytes = SECRET) -> RemoteQueue:
         """Join a trainer as a producer of its own."""
-        return self.connect(lambda: trainer.address, secret)
+        address = (trainer or self.trainer).address
+        return self.connect(lambda: address, secret)
 
-    def waiting(self, trainer: Trainer) -> tuple[RemoteQueue, Future[Any]]:
-        """Join a trainer, and let a claim wait there for longer than any test."""
-        producer = self.join(trainer)
+    def claimed(self, rows: int = 1) -> tuple[RemoteQueue, Task]:
+        """Join the trainer as a producer that claims its first task."""
+        producer = self.join()
+        self.trainer.offer([task(0, rows)])
+        assert producer.receive(0, 0) is None
+        ((claimed,), _) = producer.claim(1, 0)
+        return producer, claimed
+
+    def waiting(self) -> tuple[RemoteQueue, Future[Any]]:
+        """Join the trainer, and let a claim wait there for longer than any test."""
+        producer = self.join()
         claim = aside(producer.claim, 1, LONG)
-        trainer.hears("claim", producer.producer)
+        self.trainer.hears("claim", producer.producer)
         return producer, claim
 
 
 class ChannelSuite(Suite):
     """The behaviour of a channel, opened through its plugin."""
-
-    # ------------------------------------------------------------ what a subclass says
 
     @pytest.fixture
     def channel_uri(self, tmp_path: Path) -> str:
@@ -123,8 +131,6 @@ class ChannelSuite(Suite):
         """Open the channel with a patience of this many seconds."""
         raise NotImplementedError("override impatient: clients must give up after a while")
 
-    # ------------------------------------------------------------ fixtures
-
     @pytest.fixture
     def ends(self, channel_uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
         # One request may wait for longer than it takes until it is answered.
@@ -132,19 +138,13 @@ class ChannelSuite(Suite):
         with ExitStack() as stack:
             yield Ends(self, channel_uri, stack)
 
-    @pytest.fixture
-    def trainer(self, ends: Ends) -> Trainer:
-        return ends.begin()
-
-    # ------------------------------------------------------------ tasks and refs
-
     @pytest.mark.parametrize(("rows", "tokens"), [(3, 5), (8, 4000)])
     def test_tasks_and_refs_come_in_order_and_whole_however_large(
-        self, ends: Ends, trainer: Trainer, rows: int, tokens: int
+        self, ends: Ends, rows: int, tokens: int
     ) -> None:
-        producer, loader = ends.join(trainer), ends.join(trainer)
+        producer, loader = ends.join(), ends.join()
         tasks = [task(at, rows=1 + at % rows, tokens=tokens) for at in range(24)]
-        trainer.offer(tasks)
+        ends.trainer.offer(tasks)
         found, store = producer.claim(22, 0)
         assert store == "test:"
         assert len(found) == 22, f"22 tasks were asked for, {len(found)} came"
@@ -156,70 +156,57 @@ class ChannelSuite(Suite):
         refs = refs_of(found[7], provenance="p" * 25 * tokens)
         assert loader.receive(7, 0) is None
         assert producer.publish(found[7].claim, refs), "its claim was lost on the way"
-        assert trainer.queue.receive(7, 0) == loader.receive(7, 0) == refs
+        assert ends.trainer.queue.receive(7, 0) == loader.receive(7, 0) == refs
 
-    def test_a_failure_arrives_with_its_rows(self, ends: Ends, trainer: Trainer) -> None:
-        producer = ends.join(trainer)
-        trainer.offer([task(0, rows=3)])
-        ((claimed,), _) = producer.claim(1, 0)
+    def test_a_failure_arrives_with_its_rows(self, ends: Ends) -> None:
+        producer, claimed = ends.claimed(rows=3)
         assert producer.publish(claimed.claim, BadRows({1: REASON}))
-        assert trainer.skipped == {claimed.batch.rows[1]: REASON}
+        assert ends.trainer.skipped == {claimed.batch.rows[1]: REASON}
 
-    def test_a_batch_without_a_row_is_there(self, ends: Ends, trainer: Trainer) -> None:
-        producer = ends.join(trainer)
-        trainer.offer([task(0)])
-        assert producer.receive(0, 0) is None
-        ((claimed,), _) = producer.claim(1, 0)
+    def test_a_batch_without_a_row_is_there(self, ends: Ends) -> None:
+        producer, claimed = ends.claimed()
         assert producer.publish(claimed.claim, BadRows({0: REASON}))
         assert producer.receive(0, 0) == (), "no refs, which is not the same as none yet"
 
-    def test_a_late_publication_is_told_that_it_is_late(self, ends: Ends, trainer: Trainer) -> None:
-        producer = ends.join(trainer)
-        trainer.offer([task(0)])
-        ((claimed,), _) = producer.claim(1, 0)
-        trainer.queue.leave(producer.producer)
+    def test_a_late_publication_is_told_that_it_is_late(self, ends: Ends) -> None:
+        producer, claimed = ends.claimed()
+        ends.trainer.queue.leave(producer.producer)
         assert not producer.publish(claimed.claim, refs_of(claimed))
-        assert trainer.freed == list(refs_of(claimed))
+        assert ends.trainer.freed == list(refs_of(claimed))
 
-    def test_a_tensor_is_refused_where_it_is_serialised(self, ends: Ends, trainer: Trainer) -> None:
+    def test_a_tensor_is_refused_where_it_is_serialised(self, ends: Ends) -> None:
         import torch  # 1.6 s, which the processes that tests start do not pay
 
-        producer = ends.join(trainer)
+        producer = ends.join()
         with pytest.raises(DraftcoreError, match=r"(?s)no.* plain JSON.*tensors travel through"):
             producer.client.call({"call": "about", "producer": "x", "given": torch.ones(2)})
         assert producer.about() == {"store": "test:"}
-        assert len(trainer.heard) == 1
+        assert len(ends.trainer.heard) == 1
 
-    # ------------------------------------------------------------ waiting
-
-    def test_a_claim_waits_for_an_offer_and_no_longer(self, ends: Ends, trainer: Trainer) -> None:
-        assert come(aside(ends.join(trainer).claim, 1, 0.1))[0] == []
-        _, claim = ends.waiting(trainer)
-        trainer.offer([task(0)])
+    def test_a_claim_waits_for_an_offer_and_no_longer(self, ends: Ends) -> None:
+        assert come(aside(ends.join().claim, 1, 0.1))[0] == []
+        _, claim = ends.waiting()
+        ends.trainer.offer([task(0)])
         assert [one.position for one in come(claim)[0]] == [0]
 
-    def test_who_waits_holds_nobody_up(self, ends: Ends, trainer: Trainer) -> None:
-        claims = [ends.waiting(trainer)[1] for _ in range(3)]
-        assert come(aside(ends.join(trainer).about)) == {"store": "test:"}
+    def test_who_waits_holds_nobody_up(self, ends: Ends) -> None:
+        claims = [ends.waiting()[1] for _ in range(3)]
+        assert come(aside(ends.join().about)) == {"store": "test:"}
         assert not any(claim.done() for claim in claims)
 
-    def test_a_client_that_closes_ends_its_own_call(self, ends: Ends, trainer: Trainer) -> None:
-        producer, claim = ends.waiting(trainer)
+    def test_a_client_that_closes_ends_its_own_call(self, ends: Ends) -> None:
+        producer, claim = ends.waiting()
         producer.client.close()
         with pytest.raises(ChannelAway):
             come(claim)
 
     @pytest.mark.parametrize("state", ["finished", "failed"])
-    def test_a_producer_hears_at_once_that_the_run_is_over(
-        self, ends: Ends, trainer: Trainer, state: str
-    ) -> None:
-        _, claim = ends.waiting(trainer)
-        trainer.queue.end(state)
+    def test_a_producer_hears_at_once_that_the_run_is_over(self, ends: Ends, state: str) -> None:
+        _, claim = ends.waiting()
+        ends.trainer.queue.end(state)
         with pytest.raises(RunEnded) as caught:
             come(claim)
         assert caught.value.state == state
-
-    # ------------------------------------------------------------ producers that come and go
 
     def test_a_heartbeat_is_heard(self, ends: Ends) -> None:
         """The clock is turned instead of waited for: each turn is most of the time to live."""
@@ -232,10 +219,10 @@ class ChannelSuite(Suite):
             producer.heartbeat()
         assert other.claim(1, 0)[0] == []
 
-    def test_a_client_that_closes_returns_its_claims(self, ends: Ends, trainer: Trainer) -> None:
+    def test_a_client_that_closes_returns_its_claims(self, ends: Ends) -> None:
         """Its own, and no other's."""
-        producer, stays, other = (ends.join(trainer) for _ in range(3))
-        trainer.offer([task(0), task(1)])
+        producer, stays, other = (ends.join() for _ in range(3))
+        ends.trainer.offer([task(0), task(1)])
         assert producer.claim(1, 0)[0]
         ((kept,), _) = stays.claim(1, 0)
         assert other.claim(1, 0)[0] == []
@@ -265,8 +252,8 @@ class ChannelSuite(Suite):
         trainer.offer([task(0)])
         opening = self.plugin, ends.uri, json.dumps(dict(self.options)), trainer.address
         program = f"import sys; from {__name__} import claim_and_stay as stay; stay(*sys.argv[1:])"
-        command, environment = [sys.executable, "-c", program, *opening], child_environment()
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        command, pipe = [sys.executable, "-c", program, *opening], subprocess.PIPE
+        child = subprocess.Popen(command, stdout=pipe, env=child_environment())
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"[0]\n"
@@ -276,10 +263,8 @@ class ChannelSuite(Suite):
         other = ends.join(trainer)
         eventually(lambda: other.claim(1, 1)[0])
 
-    def test_every_task_is_done_once_by_several_producers(
-        self, ends: Ends, trainer: Trainer
-    ) -> None:
-        trainer.offer([task(at) for at in range(24)])
+    def test_every_task_is_done_once_by_several_producers(self, ends: Ends) -> None:
+        ends.trainer.offer([task(at) for at in range(24)])
 
         def work(producer: RemoteQueue) -> list[int]:
             done = list[int]()
@@ -289,24 +274,20 @@ class ChannelSuite(Suite):
             return done
 
         with ThreadPoolExecutor(4) as pool:
-            done = list(pool.map(work, [ends.join(trainer) for _ in range(4)]))
+            done = list(pool.map(work, [ends.join() for _ in range(4)]))
         assert sorted(at for some in done for at in some) == list(range(24))
         for at in range(24):
-            assert trainer.queue.receive(at, 0) == refs_of(task(at))
+            assert ends.trainer.queue.receive(at, 0) == refs_of(task(at))
 
-    def test_threads_of_one_client_get_their_own_replies(
-        self, ends: Ends, trainer: Trainer
-    ) -> None:
-        producer = ends.join(trainer)
-        trainer.offer([task(at) for at in range(8)])
+    def test_threads_of_one_client_get_their_own_replies(self, ends: Ends) -> None:
+        producer = ends.join()
+        ends.trainer.offer([task(at) for at in range(8)])
         for one in producer.claim(8, 0)[0]:
             assert producer.publish(one.claim, refs_of(one))
         asked = [at % 8 for at in range(40)]
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda at: producer.receive(at, 0), asked))
         assert found == [refs_of(task(at)) for at in asked]
-
-    # ------------------------------------------------------------ trainers that come and go
 
     def test_a_producer_may_begin_before_its_trainer(self, ends: Ends) -> None:
         looked, address = threading.Event(), ""
@@ -334,10 +315,8 @@ class ChannelSuite(Suite):
         assert producer.publish(claimed.claim, refs_of(claimed))
         assert trainers[1].queue.receive(0, 0) == refs_of(task(0))
 
-    def test_a_client_waits_for_its_trainer_and_then_gives_up(
-        self, ends: Ends, trainer: Trainer
-    ) -> None:
-        channel = self.impatient(ends.uri, SECRET, 1.0)
+    def test_a_client_waits_for_its_trainer_and_then_gives_up(self, ends: Ends) -> None:
+        trainer, channel = ends.trainer, self.impatient(ends.uri, SECRET, 1.0)
         client = channel.connect(lambda: trainer.address)
         assert RemoteQueue(client).about() == {"store": "test:"}
         trainer.channel.close()
@@ -348,17 +327,15 @@ class ChannelSuite(Suite):
         client.close()
         channel.close()
 
-    # ------------------------------------------------------------ strangers
-
-    def test_another_secret_is_refused_and_harms_nobody(self, ends: Ends, trainer: Trainer) -> None:
-        stranger, producer = ends.join(trainer, OTHER), ends.join(trainer)
-        trainer.offer([task(at) for at in range(8)])
+    def test_another_secret_is_refused_and_harms_nobody(self, ends: Ends) -> None:
+        stranger, producer = ends.join(secret=OTHER), ends.join()
+        ends.trainer.offer([task(at) for at in range(8)])
 
         def work() -> None:
             for at in range(8):
                 (claimed,) = producer.claim(1, 0)[0]
                 assert producer.publish(claimed.claim, refs_of(claimed))
-                assert trainer.queue.receive(at, 0) == refs_of(task(at))
+                assert ends.trainer.queue.receive(at, 0) == refs_of(task(at))
 
         refused = aside(stranger.leave)
         come(aside(work))
@@ -366,11 +343,8 @@ class ChannelSuite(Suite):
         stranger.client.close()
         with pytest.raises(ChannelAway):
             come(refused)
-        assert come(aside(ends.join(trainer).about)) == {"store": "test:"}
-        assert stranger.producer not in {request["producer"] for request in trainer.heard}
-
-
-# ---------------------------------------------------------------- pieces of the tests
+        assert come(aside(ends.join().about)) == {"store": "test:"}
+        assert stranger.producer not in {request["producer"] for request in ends.trainer.heard}
 
 
 def open_through(plugin: str, uri: str, data: Mapping[str, Any], secret: bytes) -> Channel:
@@ -422,9 +396,8 @@ def task(position: int, rows: int = 1, tokens: int = 5) -> Task:
 
 def refs_of(task: Task, provenance: str = "") -> tuple[SampleRef, ...]:
     specs = (TensorSpec("x", (5, 100), "bfloat16"),)
-    return tuple(
-        SampleRef(one, "1", "test:", specs, 5, 10**12, provenance) for one in task.batch.ids
-    )
+    more = ("1", "test:", specs, 5, 10**12, provenance)
+    return tuple(SampleRef(one, *more) for one in task.batch.ids)
 
 
 def claim_and_stay(plugin: str, uri: str, options: str, address: str) -> None:

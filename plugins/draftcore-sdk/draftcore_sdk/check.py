@@ -33,24 +33,16 @@ from draftcore_sdk.internals import NEEDED, Plugin, Registry, bind, from_here, l
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
-    "plugin": "plugins:PluginSuite",
-    "algorithm": "algorithms:AlgorithmSuite",
-    "target": "targets:TargetSuite",
-    "samples": "samples:SamplesSuite",
-    "capture": "captures:CaptureSuite",
-    "store": "stores:StoreSuite",
-    "channel": "channels:ChannelSuite",
-    "batches": "batches:BatchesSuite",
-    "launcher": "launchers:LauncherSuite",
-    "source": "sources:SourceSuite",
-    "images": "images:ImageSuite",
-    "runner": "runners:RunnerSuite",
-    "graph": "graphs:GraphBackendSuite",
-    "graph-plugin": "graph_plugins:GraphPluginSuite",
-    "wrapper": "wrappers:WrapperSuite",
+    "plugin": "plugins:PluginSuite", "algorithm": "algorithms:AlgorithmSuite",
+    "target": "targets:TargetSuite", "samples": "samples:SamplesSuite",
+    "capture": "captures:CaptureSuite", "store": "stores:StoreSuite",
+    "channel": "channels:ChannelSuite", "batches": "batches:BatchesSuite",
+    "launcher": "launchers:LauncherSuite", "source": "sources:SourceSuite",
+    "images": "images:ImageSuite", "runner": "runners:RunnerSuite",
+    "graph": "graphs:GraphBackendSuite", "graph-plugin": "graph_plugins:GraphPluginSuite",
+    "wrapper": "wrappers:WrapperSuite", "observer": "wrappers:ObserverSuite",
     "evaluation": "evaluations:EvaluationSuite",
-    "observer": "wrappers:ObserverSuite",
-}
+}  # fmt: skip
 WRAPPED = {
     *("feature_request", "build_draft", "collate", "forward_loss", "optimizer", "schedule"),
     *("drafter", "export_draft", "import_draft"),
@@ -61,20 +53,14 @@ OBSERVED = {
 }
 # What a wrapper of another kind's hook is tried around: the kind, and an offer of it.
 AROUND: Mapping[str, tuple[Kind, str]] = {
-    "target": ("target", "hf"),
-    "samples": ("samples", "conversations"),
-    "batches": ("batches", "queue"),
-    "evaluation": ("evaluation", "decoding"),
-    "capture": ("capture", "hf"),
-    "feature_store": ("store", "file"),
-    "channel": ("channel", "tcp"),
-    "launcher": ("launcher", "local"),
-    "source": ("source", "jsonl"),
-    "image_processor": ("images", "processor"),
-    "runner": ("runner", "eager"),
-    "graph_backend": ("graph", "recording"),
+    "target": ("target", "hf"), "samples": ("samples", "conversations"),
+    "batches": ("batches", "queue"), "evaluation": ("evaluation", "decoding"),
+    "capture": ("capture", "hf"), "feature_store": ("store", "file"),
+    "channel": ("channel", "tcp"), "launcher": ("launcher", "local"),
+    "source": ("source", "jsonl"), "image_processor": ("images", "processor"),
+    "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
-}
+}  # fmt: skip
 UNTRIED = {"disagg_row", "build_disagg_draft_input", "read_export"}  # around an algorithm's
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}
@@ -237,7 +223,7 @@ def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) 
             log.seek(0)
             said = log.read().strip()
             if running:
-                yield _result(running, "failed", 0.0, _ended(status, said, limit))
+                yield _result(running, "failed", 0.0, message=_ended(status, said, limit))
             elif status not in (0, 1):
                 raise DraftcoreError(f"pytest ended with status {status}\n{said}")
 
@@ -312,14 +298,12 @@ def suite(check: Check) -> type[Suite]:
     return type("TestSuite", (base,), said)
 
 
-def _result(
-    test: str, outcome: str, seconds: float, message: str = "", where: str = "", traceback: str = ""
-) -> Result:
+def _result(test: str, outcome: str, seconds: float, **why: str) -> Result:
     """Take apart the node id `test_3.py::TestSuite::test_name[case]`."""
     match = re.match(r"test_(\d+)\.py(?:::\w+::(\w+)(?:\[(.*)\])?)?", test, re.DOTALL)
     assert match
     named = match[2] or "the suite can be loaded"
-    return Result(int(match[1]), named, match[3] or "", outcome, seconds, message, where, traceback)
+    return Result(int(match[1]), named, match[3] or "", outcome, seconds, **why)
 
 
 # ---------------------------------------------------------------- reporting

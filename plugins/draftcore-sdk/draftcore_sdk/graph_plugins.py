@@ -10,7 +10,7 @@ Shape letters: B rows, T tokens, K drafts.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,6 @@ ROUNDING = 1e-5
 class GraphPluginSuite(Suite):
     """The behaviour of a graph plugin, opened through its hook."""
 
-    # ------------------------------------------------------------ fixtures
-
     @pytest.fixture(params=PHASES)
     def phase(self, request: pytest.FixtureRequest) -> str:
         self.require(request.param)
@@ -61,21 +59,16 @@ class GraphPluginSuite(Suite):
     @pytest.fixture
     def bench(self, opened: GraphPlugin, phase: str) -> Bench:
         """The plugin over buckets of two sizes, both captured, the larger first."""
-        bench = Bench(opened, phase)
-        bench.capture(LARGE, SMALL)
-        return bench
+        return Bench(opened, phase)
 
     @pytest.fixture
     def target(self, tmp_path: Path) -> TargetModel:
         folder = tiny_target(tmp_path, num_hidden_layers=2)
         return TransformersModel(TransformersTarget(str(folder), device="cpu"))
 
-    # ------------------------------------------------------------ what is captured
-
     def test_its_capabilities_name_phases_that_there_are(self) -> None:
-        assert set(self.said("graph-plugin", "phase:")) <= set(PHASES), (
-            f"there are {', '.join(PHASES)}"
-        )
+        named = set(self.said("graph-plugin", "phase:"))
+        assert named <= set(PHASES), f"there are {', '.join(PHASES)}"
 
     def test_features_through_it_are_those_without_it(
         self, opened: GraphPlugin, target: TargetModel
@@ -110,7 +103,6 @@ class GraphPluginSuite(Suite):
         """It moves rows on in the buffers: done twice, it is wrong."""
         self.require("decode")
         bench = Bench(opened, "decode")
-        bench.capture(LARGE, SMALL)
         batch = bench.fill(LARGE, 1)
         before = batch["lengths_B"].clone()
         bench.replay(LARGE)
@@ -125,8 +117,6 @@ class GraphPluginSuite(Suite):
             bench.opened.on_capture(LARGE, batch, fail)(batch)
         bench.capture(LARGE)
         bench.require_replays(LARGE, 2)
-
-    # ------------------------------------------------------------ what it may touch
 
     def test_it_changes_nothing_in_the_batch(self, bench: Bench) -> None:
         for seed, key in enumerate((LARGE, SMALL)):
@@ -169,8 +159,6 @@ class GraphPluginSuite(Suite):
         with NoWaiting():  # type: ignore[no-untyped-call]
             bench.opened.on_replay(LARGE, bench.fill(LARGE, 1))
 
-    # ------------------------------------------------------------ again and again
-
     def test_capturing_again_and_again_keeps_nothing(self, bench: Bench) -> None:
         counts = []
         with watched_bytes(torch.device("cpu")) as held:
@@ -190,9 +178,6 @@ class GraphPluginSuite(Suite):
             assert held() <= before
 
 
-# ---------------------------------------------------------------- pieces of the tests
-
-
 class Bench:
     """A plugin, a recording backend, and work of a phase over static buffers."""
 
@@ -202,6 +187,7 @@ class Bench:
         self.batches = {key: self._buffers(key) for key in (LARGE, SMALL)}
         self.recorded: dict[ShapeKey, Work] = {}
         self.work: Work = self._prefill if phase == "prefill" else self._decode
+        self.capture(LARGE, SMALL)
 
     def _buffers(self, key: ShapeKey) -> Mapping[str, Tensor]:
         B, T = key.rows, key.length
@@ -277,8 +263,6 @@ def tensors_of(plugin: GraphPlugin) -> list[Tensor]:
 class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that wait for the device."""
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         require_no_wait(func, args)
         return func(*args, **(kwargs or {}))

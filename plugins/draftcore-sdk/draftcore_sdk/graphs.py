@@ -91,8 +91,6 @@ class Bench:
 class GraphBackendSuite(Suite):
     """The behaviour of a graph backend, opened through its plugin."""
 
-    # ------------------------------------------------------------ fixtures
-
     @pytest.fixture
     def device(self) -> torch.device:
         wanted = self.said("graph", "device:")
@@ -125,8 +123,6 @@ class GraphBackendSuite(Suite):
     def require(self, capability: str) -> None:
         if capability not in self.said("graph", ""):
             pytest.skip(f"the backend does not claim the capability {capability}")
-
-    # ------------------------------------------------------------ capture
 
     def test_capture_calls_twice_to_warm_up_and_once_to_record(self, bench: Bench) -> None:
         assert bench.work.calls == 2 * 3
@@ -178,8 +174,6 @@ class GraphBackendSuite(Suite):
         bench.capture({failing: fail})
         bench.work.vary(5)
         require_same(bench.replay(failing), bench.work.input_BH + 1)
-
-    # ------------------------------------------------------------ replay
 
     def test_replay_gives_what_the_function_would_on_other_contents(self, bench: Bench) -> None:
         """The type, the keys, dtypes, shapes and every bit, in buckets of two sizes in turn."""
@@ -244,8 +238,6 @@ class GraphBackendSuite(Suite):
             work.vary(seed)
             require_same(bench.replay().clone(), forked())
 
-    # ------------------------------------------------------------ the end
-
     def test_after_cleanup_nothing_runs_until_it_is_captured_again(self, bench: Bench) -> None:
         bench.backend.cleanup()
         left = [key for key in (LARGE, SMALL) if bench.can_run(key)]
@@ -272,9 +264,6 @@ class GraphBackendSuite(Suite):
             for _ in range(REPLAYS):
                 bench.replay()
             assert held() - before <= bench.work.input_BH.nbytes
-
-
-# ---------------------------------------------------------------- pieces of the tests
 
 
 def copied(outputs: Outputs) -> Outputs:

@@ -79,8 +79,6 @@ print("\\n" + json.dumps({"took": took, "modules": modules, "changed": changed})
 class PluginSuite(Suite):
     """What list-plugins, pip and a person who chooses a plugin rely on."""
 
-    # ------------------------------------------------------------ fixtures
-
     @pytest.fixture
     def found(self) -> Plugin:
         """The plugin as the registry has it, ready or not."""
@@ -124,8 +122,6 @@ class PluginSuite(Suite):
         assert not odd, f"no click.Command with a name: {', '.join(odd)}"
         return verbs
 
-    # ------------------------------------------------------------ being listed
-
     def test_it_is_listed_as_ready(self, found: Plugin) -> None:
         assert found.state == "ready", f"{found.problem}\n{found.fix}"
 
@@ -142,17 +138,14 @@ class PluginSuite(Suite):
         tries = (looked_at(self.plugin, attempt)["took"] for attempt in range(5))
         quick = any(took < BUDGET_MS for took in tries)
         took = looked_at(self.plugin)["took"]
-        assert quick, (
-            f"{self.plugin} takes {took:.0f} ms to import and describe, in the best of five"
-        )
+        slow = f"{self.plugin} takes {took:.0f} ms to import and describe, in the best of five"
+        assert quick, slow
 
     def test_looking_at_it_leaves_the_process_as_it_is(self, found: Plugin) -> None:
         """Every verb imports plugins that it may not need; `print` would break what reads stdout."""
         looked = looked_at(self.plugin)
         assert not looked["changed"], f"its import changes {', '.join(looked['changed'])}"
         assert not looked["said"], f"its import prints: {looked['said']}"
-
-    # ------------------------------------------------------------ offers
 
     def test_capabilities_are_words(self, offers: tuple[Offer, ...]) -> None:
         """frozenset("compile") is seven letters; frozenset({"compile"}) is meant."""
@@ -167,16 +160,11 @@ class PluginSuite(Suite):
             if kind not in TOLD:
                 assert bind(Registry((found,)), kind, name).plugin is found
 
-    # ------------------------------------------------------------ options
-
     def test_every_option_is_described(self, models: list[type[BaseModel]]) -> None:
-        bare = [
-            f"{section.__name__}.{name}"
-            for model in models
-            for section in sections(model)
-            for name, field in section.model_fields.items()
-            if not (field.description or "").strip()
-        ]
+        inner = [section for model in models for section in sections(model)]
+        fields = [(section, *item) for section in inner for item in section.model_fields.items()]
+        empty = [one for one in fields if not (one[2].description or "").strip()]
+        bare = [f"{section.__name__}.{name}" for section, name, _ in empty]
         assert not bare, f"without Field(description=...): {', '.join(bare)}"
 
     def test_every_option_has_a_default(self, found: Plugin, models: list[type[BaseModel]]) -> None:
@@ -192,20 +180,15 @@ class PluginSuite(Suite):
 
     def test_unknown_options_are_refused(self, models: list[type[BaseModel]]) -> None:
         """Sections inside the options too: a misspelt key must not be ignored."""
+        say = 'say model_config = ConfigDict(extra="forbid", frozen=True)'
         for model in (inner for outer in models for inner in sections(outer)):
-            assert refuses_unknown(model), (
-                f"{model.__name__} takes unknown keys\n"
-                'say model_config = ConfigDict(extra="forbid", frozen=True)'
-            )
-
-    # ------------------------------------------------------------ its distribution
+            assert refuses_unknown(model), f"{model.__name__} takes unknown keys\n{say}"
 
     def test_its_name_is_that_of_an_offer_or_of_its_dist(self, found: Plugin, dist: Any) -> None:
         known = {offer.name for offer in found.offers}
         known |= {found.dist, found.dist.removeprefix("draftcore-")}
-        assert found.name in known, (
-            f"the entry point is named {found.name!r}; name it one of {', '.join(sorted(known))}"
-        )
+        says = f"the entry point is named {found.name!r}; name it one of {', '.join(sorted(known))}"
+        assert found.name in known, says
 
     def test_its_dist_bounds_the_core_on_both_sides(self, found: Plugin, dist: Any) -> None:
         """A core of another minor version may have other hooks."""
@@ -216,26 +199,22 @@ class PluginSuite(Suite):
             and (need.marker is None or need.marker.evaluate({"extra": ""}))
             for part in need.specifier
         }
+        say = "say draftcore>=X.Y,<X.(Y+1) in the dependencies of pyproject.toml"
         for side, able in {"lower": ">= > ~= ==", "upper": "< <= ~= =="}.items():
-            assert operators & set(able.split()), (
-                f"{found.dist} has no {side} bound on draftcore\n"
-                "say draftcore>=X.Y,<X.(Y+1) in the dependencies of pyproject.toml"
-            )
+            bound = operators & set(able.split())
+            assert bound, f"{found.dist} has no {side} bound on draftcore\n{say}"
 
     def test_its_package_is_typed(self, found: Plugin, dist: Any) -> None:
         name = found.module.partition(":")[0].partition(".")[0]
         spec = importlib.util.find_spec(name)
         folders = (spec and spec.submodule_search_locations) or []
         assert folders, f"{name} is a single module; only a package can say that it is typed"
-        assert any((Path(folder) / "py.typed").is_file() for folder in folders), (
-            f"there is no file {name}/py.typed in {found.dist}\nan empty one will do"
-        )
+        typed = any((Path(folder) / "py.typed").is_file() for folder in folders)
+        assert typed, f"there is no file {name}/py.typed in {found.dist}\nan empty one will do"
 
     def test_its_dist_has_a_summary_and_a_readme(self, found: Plugin, dist: Any) -> None:
         assert dist.get("Summary"), f"{found.dist} has no `description` in pyproject.toml"
         assert dist.get("Description"), f"{found.dist} has no `readme` in pyproject.toml"
-
-    # ------------------------------------------------------------ verbs
 
     def test_its_verbs_clash_with_none(self, found: Plugin, verbs: list[click.Command]) -> None:
         others = [p for p in load_plugins().ready if p.dist == CORE and p.name != found.name]
@@ -250,9 +229,6 @@ class PluginSuite(Suite):
         for verb in verbs:
             shown = CliRunner().invoke(verb, ["--help"])
             assert shown.exit_code == 0, f"{verb.name} --help fails: {shown.exception!r}"
-
-
-# ---------------------------------------------------------------- pieces of the tests
 
 
 @functools.cache

@@ -36,40 +36,29 @@ GREEDY = EvalOptions(max_new_tokens=12)
 SAMPLED = 0.4  # a temperature at which another one shows, and greedy tokens are no surprise
 
 
+State = dict[str, Tensor]
+
+
 class RepeatingDrafter:
     """Proposes the last token again and again; its state is that token of each row."""
 
     num_drafts, request = 3, REQUEST
 
-    def allocate(self, batch: int, max_len: int) -> dict[str, Tensor]:
+    def allocate(self, batch: int, max_len: int) -> State:
         return {"last_B": torch.zeros(batch, dtype=torch.long)}
 
-    def prefill(
-        self,
-        state: dict[str, Tensor],
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
-        next_B: Tensor,
-    ) -> None:
-        state["last_B"] = next_B.clone()
+    def prefill(self, state: State, *given: Any) -> None:
+        state["last_B"] = given[-1].clone()
 
-    def propose(
-        self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
-    ) -> Proposal:
+    def propose(self, state: State, temperature: float = 0.0, generator: Any = None) -> Proposal:
         return Proposal(state["last_B"][:, None].repeat(1, self.num_drafts))
 
-    def accept(
-        self,
-        state: dict[str, Tensor],
-        tokens_BK: Tensor,
-        features: Mapping[str, Tensor],
-        counts_B: Tensor,
-    ) -> None:
+    def accept(self, state: State, *given: Any) -> None:
+        tokens_BK, _, counts_B = given
         state["last_B"] = tokens_BK.gather(1, counts_B[:, None] - 1)[:, 0]
 
-    def select(self, state: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
-        return {"last_B": state["last_B"][rows_B]}
+    def select(self, state: State, rows_B: Tensor) -> State:
+        return {name: value[rows_B] for name, value in state.items()}
 
 
 class CountingDrafter(RepeatingDrafter):
@@ -79,34 +68,27 @@ class CountingDrafter(RepeatingDrafter):
         self.module, self.vocab_size = nn.Module(), vocab_size
         self.module.register_buffer("weight", torch.zeros(1, dtype=torch.long))
 
-    def allocate(self, batch: int, max_len: int) -> dict[str, Tensor]:
+    def allocate(self, batch: int, max_len: int) -> State:
         return {**super().allocate(batch, max_len), "count_B": torch.zeros(batch, dtype=torch.long)}
 
-    def prefill(self, state: dict[str, Tensor], *given: Any) -> None:
+    def prefill(self, state: State, *given: Any) -> None:
         super().prefill(state, *given)
         state["count_B"] = given[1].clone()
 
-    def propose(
-        self, state: dict[str, Tensor], temperature: float = 0.0, generator: Any = None
-    ) -> Proposal:
+    def propose(self, state: State, temperature: float = 0.0, generator: Any = None) -> Proposal:
         drafts_BK = super().propose(state).tokens_BK
         drafts_BK[:, 2] += (state["count_B"] + self.module.get_buffer("weight")) % 2
         drafts_BK %= self.vocab_size
         probs_BKV = functional.one_hot(drafts_BK, self.vocab_size).float()
         return Proposal(drafts_BK, probs_BKV if temperature > 0 else None)
 
-    def accept(self, state: dict[str, Tensor], *given: Any) -> None:
+    def accept(self, state: State, *given: Any) -> None:
         super().accept(state, *given)
         state["count_B"] = state["count_B"] + given[-1]
-
-    def select(self, state: dict[str, Tensor], rows_B: Tensor) -> dict[str, Tensor]:
-        return {name: value[rows_B] for name, value in state.items()}
 
 
 class RunnerSuite(Suite):
     """The behaviour of a runner in both phases, opened through its plugin."""
-
-    # ------------------------------------------------------------ fixtures
 
     @pytest.fixture
     def target(self, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
@@ -118,26 +100,17 @@ class RunnerSuite(Suite):
         """Open the runner for a phase, as a run of batches of this suite's rows does."""
         registry = load_plugins(files=[self.loose] if self.loose else [])
         context = RunnerContext(
-            phase=phase,
-            rows=len(ROWS),
-            longest=LONGEST,
-            temperature=temperature,
-            capture="hf",
-            bind=functools.partial(bind, registry),
-            offered=registry.offered,
-        )
+            phase, len(ROWS), LONGEST, temperature, "hf",
+            bind=functools.partial(bind, registry), offered=registry.offered,
+        )  # fmt: skip
         runner: Runner = self.open("runner", context=context)
         return runner
-
-    # ------------------------------------------------------------ before anything runs
 
     @pytest.mark.parametrize("phase", ["prefill", "decode"])
     def test_a_plain_target_is_accepted(self, target: TargetModel, phase: PhaseName) -> None:
         runner = self.runner(phase)
         runner.check(target.spec)
         assert list(runner.report()) == []  # nothing was run yet
-
-    # ------------------------------------------------------------ prefill
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_features_are_the_eager_ones_in_the_stored_type_and_stay(
@@ -146,21 +119,14 @@ class RunnerSuite(Suite):
         """Also when others were run: of other rows and lengths, and for another request."""
         wide = FeatureRequest(REQUEST.layers, True, dtype, topk=2, embeddings=True)
         narrow, opened = FeatureRequest((2,), False, dtype), self.runner("prefill")
-        asked = [
-            (ROWS, wide),
-            (ROWS[::-1], wide),
-            (ROWS[:1], wide),
-            (ROWS[:3], narrow),
-            (ROWS, wide),
-        ]
+        several = (ROWS, ROWS[::-1], ROWS[:1], ROWS[:3], ROWS)
+        asked = [(rows, narrow if len(rows) == 3 else wide) for rows in several]
         batches = [(*right_padded(rows, "cpu"), request) for rows, request in asked]
         own = [target.features(*given) for given in batches]  # before it can touch the target
         runner = opened.prefill(target)
         found = [runner.features(*given) for given in batches]
-        for (tokens_BT, *_), (rows, _), right, features in zip(
-            batches, asked, own, found, strict=True
-        ):
-            assert torch.equal(tokens_BT, right_padded(rows, "cpu")[0]), "it changed the tokens"
+        for given, rows, right, features in zip(batches, several, own, found, strict=True):
+            assert torch.equal(given[0], right_padded(rows, "cpu")[0]), "it changed the tokens"
             self.require_features(features, right, rows)
         assert {type(line) for line in opened.report()} <= {str}, "a line of a report is text"
 
@@ -174,15 +140,10 @@ class RunnerSuite(Suite):
             assert forms[0] == forms[1], f"{name} is {forms[0]}, the eager one {forms[1]}"
             for row, tokens in enumerate(rows if name != "topk_ids" else ()):
                 ours_TH, theirs_TH = (one[row, : len(tokens)] for one in (found[name], value_BTH))
-                rounded = (
-                    0.0 if value_BTH.dtype == torch.float32 else 2**-7
-                )  # one unit in the last place
-                others = {
-                    f"those of row {at}": one[: len(tokens)] for at, one in enumerate(value_BTH)
-                }
-                require_near(ours_TH, theirs_TH, others, rounded)
-
-    # ------------------------------------------------------------ decode
+                others = enumerate(one[: len(tokens)] for one in value_BTH)
+                named = {f"those of row {at}": value_TH for at, value_TH in others}
+                unit = 0.0 if value_BTH.dtype == torch.float32 else 2**-7  # in the last place
+                require_near(ours_TH, theirs_TH, named, unit)
 
     @pytest.mark.parametrize("rows", [1, 3, len(ROWS)])
     def test_decoding_gives_the_tokens_and_rounds_of_eager_decoding(
@@ -199,12 +160,10 @@ class RunnerSuite(Suite):
         for batch in (prompts, prompts[::-1], prompts[-1:], prompts):
             eager = speculate(EagerRunner(target, drafter), batch, GREEDY)
             for one, right in zip(speculate(decoder, batch, GREEDY), eager, strict=True):
-                assert one.tokens == right.tokens, (
-                    f"other tokens than the eager ones after {one.prompt}"
-                )
-                assert one == right, (
-                    f"{one.accepted} were accepted in its rounds, {right.accepted} are"
-                )
+                same = one.tokens == right.tokens
+                assert same, f"other tokens than the eager ones after {one.prompt}"
+                said = f"{one.accepted} were accepted in its rounds, {right.accepted} are"
+                assert one == right, said
             drafter.module.get_buffer("weight").add_(1)
         assert {type(line) for line in opened.report()} <= {str}, "a line of a report is text"
 
@@ -219,10 +178,8 @@ class RunnerSuite(Suite):
             for step in range(4):
                 found.append(rows.last_B.tolist())
                 rows.plain(len(ROWS[4]) + step + 1)
-        right = target.generate(prompts, 4)
-        assert [list(row) for row in zip(*found, strict=True)] == right, (
-            "these tokens are not greedy"
-        )
+        steps = [list(row) for row in zip(*found, strict=True)]
+        assert steps == target.generate(prompts, 4), "these tokens are not greedy"
 
     def test_sampling_is_seeded_and_has_the_targets_distribution(
         self, target: DecoderModel
@@ -243,16 +200,12 @@ class RunnerSuite(Suite):
         surplus = variance = 0.0
         for one in [*first, *(one for some in others for one in some)]:
             tokens_1T = torch.tensor([[*one.prompt, *one.tokens]])
-            logits_TV = (
-                target.model(input_ids=tokens_1T).logits[0, len(one.prompt) - 1 : -1].double()
-            )
-            logp_TV = (logits_TV / SAMPLED).log_softmax(-1)
+            logits_TV = target.model(input_ids=tokens_1T).logits[0, len(one.prompt) - 1 : -1]
+            logp_TV = (logits_TV.double() / SAMPLED).log_softmax(-1)
             mean_T = (logp_TV.exp() * logp_TV).sum(-1)
-            surplus += float(
-                (logp_TV.gather(1, torch.tensor(one.tokens)[:, None])[:, 0] - mean_T).sum()
-            )
+            drawn_T = logp_TV.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+            surplus += float((drawn_T - mean_T).sum())
             variance += float((logp_TV.exp() * (logp_TV - mean_T[:, None]) ** 2).sum())
         sigmas = surplus / variance**0.5
-        assert abs(sigmas) < 5, (
-            f"tokens are {sigmas:+.1f} sigmas likelier than at temperature {SAMPLED}"
-        )
+        said = f"tokens are {sigmas:+.1f} sigmas likelier than at temperature {SAMPLED}"
+        assert abs(sigmas) < 5, said

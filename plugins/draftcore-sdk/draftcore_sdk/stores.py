@@ -46,7 +46,9 @@ from draftcore.uris import format_size
 from draftcore_sdk.memory import watched_bytes
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
-OpenStore = Callable[..., FeatureStore]
+Store = FeatureStore
+Open = Callable[..., FeatureStore]
+Tensors = Mapping[str, Tensor]
 DTYPES = ["bfloat16", "float16", "float32", "int64", "bool"]
 ODD_IDS = [
     *("a/b/../c", "/abs", "..", ".", "", "a", "A", "a ", "a/b", "a_b", "a%2Fb", "a\0b", "*", "'"),
@@ -60,8 +62,6 @@ PATIENCE = 60  # seconds that another process is given
 
 class StoreSuite(Suite):
     """The behaviour of a store, opened through its plugin."""
-
-    # ------------------------------------------------------------ what a subclass says
 
     @pytest.fixture
     def store_uri(self, tmp_path: Path) -> str:
@@ -78,10 +78,8 @@ class StoreSuite(Suite):
         """Change a byte of every tensor that a durable store holds, behind its back."""
         raise NotImplementedError("override alter: a durable store must notice altered bytes")
 
-    # ------------------------------------------------------------ fixtures
-
     @pytest.fixture
-    def open_store(self, store_uri: str) -> Iterator[OpenStore]:
+    def open_store(self, store_uri: str) -> Iterator[Open]:
         """Open the store, or another URI, any number of times; all are closed at the end."""
         opened: list[FeatureStore] = []
 
@@ -94,7 +92,7 @@ class StoreSuite(Suite):
             store.close()
 
     @pytest.fixture
-    def store(self, open_store: OpenStore) -> FeatureStore:
+    def store(self, open_store: Open) -> FeatureStore:
         return open_store()
 
     @pytest.fixture
@@ -117,10 +115,8 @@ class StoreSuite(Suite):
         if capability not in self.capabilities:
             pytest.skip(f"the store does not claim {meaning} (capability {capability})")
 
-    # ------------------------------------------------------------ bits
-
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_a_round_trip_is_bit_exact(self, store: FeatureStore, dtype: str) -> None:
+    def test_a_round_trip_is_bit_exact(self, store: Store, dtype: str) -> None:
         """Every bit pattern comes back, also NaN payloads; and views, empty and scalar tensors."""
         batch = any_bits(dtype, 3, 8, 6)
         tensors = {
@@ -140,7 +136,7 @@ class StoreSuite(Suite):
             strided = [name for name, one in handle.tensors.items() if not one.is_contiguous()]
             assert not strided, f"tensors come back contiguous, and {strided} are not"
 
-    def test_tensors_may_differ_in_type_and_share_their_memory(self, store: FeatureStore) -> None:
+    def test_tensors_may_differ_in_type_and_share_their_memory(self, store: Store) -> None:
         """Odd sizes of small types must not put the others out of alignment, nor large ones be cut."""
         base, large = any_bits("float32", 6, 4), any_bits("int64", 500_000)
         tensors = {dtype: any_bits(dtype, 3, 5) for dtype in sorted(DTYPES)}
@@ -151,13 +147,13 @@ class StoreSuite(Suite):
             with store.get(ref) as handle:
                 require_same(handle.tensors, expected)
 
-    def test_a_tensor_with_gradient_is_stored_without(self, store: FeatureStore) -> None:
+    def test_a_tensor_with_gradient_is_stored_without(self, store: Store) -> None:
         given = {"x": torch.ones(2, requires_grad=True) * 2}
         with store.get(store.put(StoreItem("a", given, 2))) as handle:
             assert not handle.tensors["x"].requires_grad, "x comes back with a gradient"
             require_same(handle.tensors, given)
 
-    def test_later_edits_by_the_producer_do_not_reach_the_store(self, store: FeatureStore) -> None:
+    def test_later_edits_by_the_producer_do_not_reach_the_store(self, store: Store) -> None:
         buffer = torch.zeros(4, 3)
         ref = store.put(StoreItem("a", {"x": buffer}, 4))
         buffer.fill_(9)
@@ -165,9 +161,7 @@ class StoreSuite(Suite):
             require_same(handle.tensors, {"x": torch.zeros(4, 3)})
 
     @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
-    def test_tensors_come_to_the_device_that_is_asked_for(
-        self, store: FeatureStore, device: str
-    ) -> None:
+    def test_tensors_come_to_the_device_that_is_asked_for(self, store: Store, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             pytest.skip("there is no CUDA device")
         item = numbered("a", 1)
@@ -179,9 +173,7 @@ class StoreSuite(Suite):
                 require_same({"x": found.cpu()}, item.tensors)
             handle.close()
 
-    # ------------------------------------------------------------ refs
-
-    def test_a_ref_describes_its_sample(self, store: FeatureStore) -> None:
+    def test_a_ref_describes_its_sample(self, store: Store) -> None:
         tensors = {"x.1": any_bits("bfloat16", 6, 4), "m": any_bits("bool", 6)}
         origin = "run 1, " + "and how, " * 99
         ref = store.put(StoreItem("a", tensors, 7, origin))
@@ -195,7 +187,7 @@ class StoreSuite(Suite):
         with store.get(SampleRef.from_json(json.loads(json.dumps(ref.to_json())))) as handle:
             require_ref(handle.ref, ref, "a handle")
 
-    def test_refs_come_in_the_order_of_the_put(self, store: FeatureStore) -> None:
+    def test_refs_come_in_the_order_of_the_put(self, store: Store) -> None:
         items = [numbered(f"s{number}", number) for number in (3, 1, 2)]
         refs = store.put_many(items)
         assert [ref.feature_id for ref in refs] == ["s3", "s1", "s2"]
@@ -207,7 +199,7 @@ class StoreSuite(Suite):
         assert store.put_many([]) == ()
         assert store.get_many([]) == ()
 
-    def test_odd_ids_are_ids_like_others(self, store: FeatureStore) -> None:
+    def test_odd_ids_are_ids_like_others(self, store: Store) -> None:
         refs = store.put_many([numbered(name, at) for at, name in enumerate(ODD_IDS)])
         for at, ref in enumerate(refs):
             require_held(store, **{ref.feature_id: ref})
@@ -217,7 +209,7 @@ class StoreSuite(Suite):
         require_held(store, **gone, **{ref.feature_id: ref for ref in refs[3:]})
         require_stats(store, samples=len(refs) - 3)
 
-    def test_a_thousand_ids_stay_apart(self, store: FeatureStore) -> None:
+    def test_a_thousand_ids_stay_apart(self, store: Store) -> None:
         """Ids that are hashed to 16 bits, or cut, meet each other here."""
         names = [sha256(bytes([number % 256, number >> 8])).hexdigest() for number in range(1000)]
         for start in range(0, 1000, 200):
@@ -236,7 +228,7 @@ class StoreSuite(Suite):
         odd = store.lookup(names).keys() ^ set(names[500:])
         assert not odd, f"after a free of 500 of 1000 ids, lookup is wrong about {len(odd)}"
 
-    def test_names_choose_the_tensors_that_are_read(self, store: FeatureStore) -> None:
+    def test_names_choose_the_tensors_that_are_read(self, store: Store) -> None:
         tensors = {name: any_bits("float32", 2) for name in ("x", "y", "z")}
         ref = store.put(StoreItem("a", tensors, 2))
         for names in (["z", "x"], ["y"], []):
@@ -245,14 +237,12 @@ class StoreSuite(Suite):
         with refused("a tensor that the sample lacks", "has no tensor 'hidden'"):
             store.get(ref, names=["hidden"])
 
-    def test_a_sample_twice_in_one_put_is_refused(self, store: FeatureStore) -> None:
+    def test_a_sample_twice_in_one_put_is_refused(self, store: Store) -> None:
         with refused("one id twice in a put", "'a' occurs twice"):
             store.put_many([numbered("a", 1), numbered("a", 2)])
         require_stats(store, samples=0, nbytes=0)
 
-    # ------------------------------------------------------------ generations
-
-    def test_a_put_again_supersedes_and_the_old_ref_raises(self, store: FeatureStore) -> None:
+    def test_a_put_again_supersedes_and_the_old_ref_raises(self, store: Store) -> None:
         older, old, new = (store.put(numbered("a", number)) for number in (1, 2, 2))
         require_gone(store, older)
         require_gone(store, old)
@@ -260,9 +250,7 @@ class StoreSuite(Suite):
         require_held(store, a=new)
         require_stats(store, samples=1)
 
-    def test_an_open_handle_keeps_its_bytes_whatever_comes_later(
-        self, open_store: OpenStore
-    ) -> None:
+    def test_an_open_handle_keeps_its_bytes_whatever_comes_later(self, open_store: Open) -> None:
         """Views of a page, a mapping or a buffer that the store then uses for something else."""
         store = open_store()
         items = [StoreItem(name, {"x": any_bits("int64", *s)}, 9) for name, s in KEPT.items()]
@@ -285,9 +273,7 @@ class StoreSuite(Suite):
         assert number_in(again, again.put(numbered("g", 7))) == 7
 
     @pytest.mark.parametrize("way", ["free", "abort"])
-    def test_get_after_free_raises_and_free_twice_is_harmless(
-        self, store: FeatureStore, way: str
-    ) -> None:
+    def test_get_after_free_raises_and_free_twice_is_harmless(self, store: Store, way: str) -> None:
         ref, other = store.put_many([numbered("a", 1), numbered("b", 2)])
         for _ in range(2):
             drop(store, ref, way)
@@ -297,7 +283,7 @@ class StoreSuite(Suite):
         store.free(iter([ref, ref, other]))
         require_stats(store, samples=0, nbytes=0)
 
-    def test_free_never_touches_a_newer_generation(self, store: FeatureStore) -> None:
+    def test_free_never_touches_a_newer_generation(self, store: Store) -> None:
         old = store.put(numbered("a", 1))
         new = store.put(numbered("a", 2))
         store.free([old])
@@ -309,9 +295,7 @@ class StoreSuite(Suite):
         assert number_in(store, newest) == 3
 
     @pytest.mark.parametrize("way", ["free", "abort"])
-    def test_bytes_stay_until_the_last_open_handle_closes(
-        self, store: FeatureStore, way: str
-    ) -> None:
+    def test_bytes_stay_until_the_last_open_handle_closes(self, store: Store, way: str) -> None:
         ref = store.put(numbered("a", 1))
         first, second = store.get(ref), store.get(ref)
         require_stats(store, open_handles=2)
@@ -326,7 +310,7 @@ class StoreSuite(Suite):
         require_stats(store, open_handles=0, nbytes=newer.nbytes)
         assert number_in(store, newer) == 2
 
-    def test_a_get_of_several_opens_all_or_none(self, store: FeatureStore) -> None:
+    def test_a_get_of_several_opens_all_or_none(self, store: Store) -> None:
         held, gone = store.put_many([numbered("a", 1), numbered("b", 2)])
         store.free([gone])
         with refused("a get of two, one of them freed", "'b'"):
@@ -335,7 +319,7 @@ class StoreSuite(Suite):
         store.free([held])
         require_stats(store, samples=0, nbytes=0)
 
-    def test_a_put_that_fails_leaves_what_was_held(self, store: FeatureStore) -> None:
+    def test_a_put_that_fails_leaves_what_was_held(self, store: Store) -> None:
         """Its second sample has no bytes, so the first one must not come to stay either."""
         old = store.put(numbered("a", 1))
         broken = StoreItem("b", {"x": torch.empty(3, device="meta")}, 3)
@@ -346,9 +330,7 @@ class StoreSuite(Suite):
         assert number_in(store, old) == 1
         assert number_in(store, store.put(numbered("a", 4))) == 4
 
-    def test_a_closed_store_says_so_and_its_own_uri_opens_it_again(
-        self, open_store: OpenStore
-    ) -> None:
+    def test_a_closed_store_says_so_and_its_own_uri_opens_it_again(self, open_store: Open) -> None:
         store = open_store()
         if "shared" in self.capabilities:
             store = open_store(store.uri)  # one that is not durable goes with who opened it first
@@ -363,11 +345,7 @@ class StoreSuite(Suite):
         assert again.uri == store.uri, f"{store.uri} opens {again.uri}"
         assert number_in(again, again.put(numbered("c", 3))) == 3
 
-    # ------------------------------------------------------------ limits
-
-    def test_a_full_store_pushes_back_and_recovers(
-        self, open_store: OpenStore, store_uri: str
-    ) -> None:
+    def test_a_full_store_pushes_back_and_recovers(self, open_store: Open, store_uri: str) -> None:
         """All or none; what is held stays readable; after a free the same put succeeds."""
         nbytes = BIG * 8
         limit = int(2.5 * nbytes)
@@ -392,7 +370,7 @@ class StoreSuite(Suite):
 
     @pytest.mark.parametrize("way", ["free", "abort", "put"])
     def test_bytes_that_are_still_read_count_against_the_limit(
-        self, open_store: OpenStore, store_uri: str, way: str
+        self, open_store: Open, store_uri: str, way: str
     ) -> None:
         store = open_store(self.with_limit(store_uri, int(2.5 * BIG * 8)))
         ref = store.put(numbered("a", 1, BIG))
@@ -410,7 +388,7 @@ class StoreSuite(Suite):
         store.free([newer])
         assert len(store.put_many([numbered(name, 3, BIG) for name in "bc"])) == 2
 
-    def test_samples_that_come_and_go_leave_nothing_behind(self, store: FeatureStore) -> None:
+    def test_samples_that_come_and_go_leave_nothing_behind(self, store: Store) -> None:
         def cycle(count: int) -> None:
             for number in range(count):
                 ref = store.put(numbered("a", number, BIG))
@@ -427,9 +405,7 @@ class StoreSuite(Suite):
         more = len(os.listdir("/proc/self/fd")) - files
         assert more < 20, f"{more} more files are open after 40 samples came and went"
 
-    # ------------------------------------------------------------ company
-
-    def test_threads_put_get_and_free_side_by_side(self, store: FeatureStore) -> None:
+    def test_threads_put_get_and_free_side_by_side(self, store: Store) -> None:
         def work(thread: int) -> None:
             for round_ in range(15):
                 names = [f"{thread}/{member}" for member in range(3)]
@@ -445,7 +421,7 @@ class StoreSuite(Suite):
             list(pool.map(work, range(4)))
         require_stats(store, samples=12, open_handles=0)
 
-    def test_threads_that_put_one_id_leave_one_of_their_puts(self, store: FeatureStore) -> None:
+    def test_threads_that_put_one_id_leave_one_of_their_puts(self, store: Store) -> None:
         with ThreadPoolExecutor(4) as pool:
             refs = list(pool.map(lambda number: store.put(numbered("a", number)), range(20)))
         assert len({ref.generation for ref in refs}) == 20, "several puts have one generation"
@@ -469,7 +445,7 @@ class StoreSuite(Suite):
 
     @pytest.mark.usefixtures("shared")
     def test_two_processes_see_each_others_samples(
-        self, open_store: OpenStore, elsewhere: "Elsewhere"
+        self, open_store: Open, elsewhere: "Elsewhere"
     ) -> None:
         writer = open_store()
         kept, ours = writer.put_many([numbered("kept", 10), numbered("ours", 11)])
@@ -493,7 +469,7 @@ class StoreSuite(Suite):
 
     @pytest.mark.usefixtures("shared")
     def test_what_another_process_puts_meanwhile_is_read_whole(
-        self, open_store: OpenStore, elsewhere: "Elsewhere"
+        self, open_store: Open, elsewhere: "Elsewhere"
     ) -> None:
         store = open_store()
         store.put(numbered("a", 0, 1 << 16))
@@ -513,7 +489,7 @@ class StoreSuite(Suite):
 
     @pytest.mark.usefixtures("durable")
     def test_a_reopened_store_holds_what_was_put_and_not_what_was_freed(
-        self, open_store: OpenStore, store_uri: str
+        self, open_store: Open, store_uri: str
     ) -> None:
         store = open_store()
         refs = store.put_many([numbered("a", 1), numbered("b", 2, BIG)])
@@ -537,7 +513,7 @@ class StoreSuite(Suite):
 
     @pytest.mark.usefixtures("durable")
     def test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples(
-        self, open_store: OpenStore, elsewhere: "Elsewhere"
+        self, open_store: Open, elsewhere: "Elsewhere"
     ) -> None:
         store = cast(DurableStore, open_store())
         assert store.read_manifest() is None, "nothing was written, and the manifest is not None"
@@ -558,7 +534,7 @@ class StoreSuite(Suite):
 
     @pytest.mark.parametrize("moment", ["time", "line"])
     def test_a_killed_put_is_there_as_a_whole_or_not_at_all(
-        self, open_store: OpenStore, store_uri: str, elsewhere: "Elsewhere", moment: str
+        self, open_store: Open, store_uri: str, elsewhere: "Elsewhere", moment: str
     ) -> None:
         """Killed at moments that are spread over a put, and at lines of the store's code."""
         uri = store_uri
@@ -586,7 +562,7 @@ class StoreSuite(Suite):
         require_stats(store, samples=0)
 
     @pytest.mark.usefixtures("durable")
-    def test_altered_bytes_raise_and_name_the_sample(self, open_store: OpenStore) -> None:
+    def test_altered_bytes_raise_and_name_the_sample(self, open_store: Open) -> None:
         store = open_store()
         ref = store.put(numbered("a", 1))
         store.close()
@@ -594,8 +570,6 @@ class StoreSuite(Suite):
         with refused("a get of altered bytes", "sample 'a'"):
             open_store().get(ref)
 
-
-# ---------------------------------------------------------------- pieces of the tests
 
 KEPT = {"a": (100, 11), "b": (1, 1100), "c": (3,)}  # shapes
 
@@ -612,10 +586,9 @@ def any_bits(dtype: str, *shape: int) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     if kind is torch.bool:
         return torch.randint(2, shape, generator=generator, dtype=torch.uint8).bool()
-    count = torch.Size(shape).numel() * kind.itemsize
-    return (
-        torch.randint(256, (count,), generator=generator, dtype=torch.uint8).view(kind).view(shape)
-    )
+    size = (torch.Size(shape).numel() * kind.itemsize,)
+    flat = torch.randint(256, size, generator=generator, dtype=torch.uint8)
+    return flat.view(kind).view(shape)
 
 
 def numbered(feature_id: str, number: int, numbers: int = 16) -> StoreItem:
@@ -638,9 +611,7 @@ def number_in(store: FeatureStore, ref: SampleRef) -> int:
         return number_of(handle)
 
 
-def require_same(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], when: str = ""
-) -> None:
+def require_same(found: Tensors, expected: Tensors, when: str = "") -> None:
     """Compare names, types, shapes and bits."""
     assert found.keys() == expected.keys(), f"{sorted(expected)} were put, {sorted(found)} came"
     for name, tensor in expected.items():
@@ -688,9 +659,8 @@ def require_held(store: FeatureStore, **expected: SampleRef | None) -> None:
 def require_ref(found: SampleRef | None, ref: SampleRef | None, of: str) -> None:
     if found and ref:
         told, true = vars(found), vars(ref)
-        differ = [
-            f"{key} {told[key]!r}, not {true[key]!r}" for key in true if told[key] != true[key]
-        ]
+        odd = (key for key in true if told[key] != true[key])
+        differ = [f"{key} {told[key]!r}, not {true[key]!r}" for key in odd]
         assert not differ, f"{of} answers {'; '.join(differ)}"
     names = [one.provenance if one else "nothing" for one in (found, ref)]
     assert found == ref, f"{of} answers {names[0]}, and {names[1]} is held"
@@ -714,10 +684,7 @@ def refused(
 
 
 def drop(store: FeatureStore, ref: SampleRef, way: str) -> None:
-    if way == "free":
-        store.free([ref])
-    else:
-        store.abort(ref.feature_id)
+    store.free([ref]) if way == "free" else store.abort(ref.feature_id)
 
 
 # ---------------------------------------------------------------- what other processes do

@@ -1,4 +1,4 @@
-"""`check-plugin` runs the suites of a plugin, says in words what became of them, and exits by it."""
+"""`draftcore check-plugin` reports on the suites that apply in words, as data, and exits by it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,28 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from draftcore_sdk import check
-from draftcore_sdk.internals import NEEDED, hooks, load_plugins, main
+from draftcore_sdk.internals import NEEDED, Plugin, hooks, load_plugins, main
 from draftcore_sdk.suite import child_environment
 from importlib_metadata import version
 
 PLAIN = """
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-
 @hookimpl
-def commands():
-    return []
+def commands(): return []
 """
 SILENT_VERB = """
 import click
-
 @click.command()
 def greet(): ...
-
 @hookimpl
-def commands():
-    return [greet]
+def commands(): return [greet]
 """
 GRAPHS = """
 @hookimpl
-def describe():
-    return [Offer("graph-plugin", "mine")]
-
+def describe(): return [Offer("graph-plugin", "mine")]
 @hookimpl
-def graph_plugin(name, options):
-    {body}
+def graph_plugin(name, options): {body}
 """
 WRAPPERS = """
 @hookimpl(wrapper=True)
@@ -53,41 +45,31 @@ def graph_backend(name):
     found = yield
     found.can_run = lambda batch, key: True
     return found
-
 @hookimpl(wrapper=True)
-def read_export(folder):
-    return (yield)
+def read_export(folder): return (yield)
 """
 OFFERS = """
+from draftcore.errors import UsageError
 @hookimpl
 def describe():
     runner = Offer("runner", "mine", options="{module}_options:Options")
     return [Offer("channel", "other"), runner, Offer("store", "mine")]
-
 @hookimpl
 def channel(name): ...
-
 @hookimpl
-def runner(name, options):
-    from draftcore.errors import UsageError
-    raise UsageError(f"width={options.width} mode={options.mode}")
-
+def runner(name, options): raise UsageError(f"width={options.width} mode={options.mode}")
 @hookimpl
-def feature_store(name, uri):
-    from draftcore.errors import UsageError
-    raise UsageError(f"uri={uri}")
+def feature_store(name, uri): raise UsageError(f"uri={uri}")
 """
 OPTIONS = """
 from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
     width: float = Field(1.0, gt=0, description="how wide")
     mode: Literal["plain", "odd"] | None = Field(None, description="how")
     tied: bool = Field(False, description="tied; not when odd")
     free: bool = Field(True, description="free; without it tied")
-
     @model_validator(mode="after")
     def fits(self):
         assert self.free or self.tied
@@ -103,12 +85,17 @@ class Loose:
         (folder / f"{name}_options.py").write_text(OPTIONS)
         self.write("")
 
-    def write(self, source: str) -> None:
-        self.file.write_text(PLAIN + dedent(source).replace("{module}", self.name))
+    def write(self, source: str, body: str = "") -> None:
+        filled = source.replace("{module}", self.name).replace("{body}", body)
+        self.file.write_text(PLAIN + dedent(filled))
 
     def check(self, *arguments: str, traceback: bool = False) -> Result:
         shell = ["--plugin", str(self.file), *["--traceback"] * traceback]
         return CliRunner().invoke(main, [*shell, "check-plugin", self.name, *arguments])
+
+    @property
+    def plugin(self) -> Plugin:
+        return load_plugins(files=[self.file]).named(self.name)
 
 
 @pytest.fixture
@@ -130,17 +117,12 @@ def test_a_good_plugin_passes_with_a_line_per_test_and_a_sum() -> None:
         "cli.main(['check-plugin', 'sdk'], standalone_mode=False)\n"
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True
-    )
+    command, environment = [sys.executable, "-c", program], child_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:4] == [
-        f"sdk (draftcore-sdk {version('draftcore-sdk')})",
-        "",
-        "plugin",
-        "  ok       it is listed as ready",
-    ]
+    title = f"sdk (draftcore-sdk {version('draftcore-sdk')})"
+    assert lines[:4] == [title, "", "plugin", "  ok       it is listed as ready"]
     assert "  ok       its verbs clash with none" in lines
     ok, skipped = (sum(line.startswith(f"  {w}") for line in lines) for w in ("ok", "skipped"))
     assert lines[-1].startswith(f"{ok} passed, {skipped} skipped in ")
@@ -166,11 +148,11 @@ def test_the_report_as_data_and_with_tracebacks(loose: Loose) -> None:
     assert (report["name"], report["dist"], report["failed"]) == (loose.name, str(loose.file), 1)
     (suite,) = report["suites"]
     assert (suite["kind"], suite["offer"]) == ("plugin", "")
-    failed = [test for test in suite["tests"] if test["outcome"] == "failed"]
-    assert [test["test"] for test in failed] == ["test_its_verbs_have_help"]
-    assert failed[0]["message"].startswith("without a docstring: greet")
-    assert "draftcore_sdk/plugins.py:" in failed[0]["where"]
-    assert "def test_its_verbs_have_help(" in failed[0]["traceback"]
+    (failed,) = [test for test in suite["tests"] if test["outcome"] == "failed"]
+    assert failed["test"] == "test_its_verbs_have_help"
+    assert failed["message"].startswith("without a docstring: greet")
+    assert "draftcore_sdk/plugins.py:" in failed["where"]
+    assert "def test_its_verbs_have_help(" in failed["traceback"]
     assert report["passed"] + report["failed"] + report["skipped"] == len(suite["tests"])
 
 
@@ -184,12 +166,11 @@ def test_there_is_a_suite_for_every_kind() -> None:
 
 
 def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
-    loose.write(GRAPHS.replace("{body}", "return object()"))
+    loose.write(GRAPHS, "return object()")
     result = loose.check()
     assert result.exit_code == 1
     plugins, report = result.output.split("graph-plugin mine\n")
     assert "plugin\n  ok       it is listed as ready\n" in plugins
-    assert "DraftcoreError: the hook graph_plugin of " in report
     assert report.count("FAIL") == 2
     assert report.count("DraftcoreError: the hook graph_plugin of ") == 1
     assert " more, perhaps of the same cause:\n           a replay gives what" in report
@@ -209,36 +190,22 @@ def test_a_wrapper_is_tried_around_what_is_there_and_what_is_not_tried_is_said(
 
 
 def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
+    def case(outcome: str, case: str = "", **more: str) -> check.Result:
+        return check.Result(0, "test_a_round_trip_is_exact", case, outcome, 0.0, **more)
+
     long = "assert 1 == 2\n" + "more\n" * 20
-    cases = [
-        result("passed", case="bfloat16"),
-        result("failed", case="bool", message=long, where="x.py:3"),
-        result("failed", case="int8", message=long, where="x.py:3"),
-        result("failed", case="int16", message="assert [1] == [2]\n\n  Full diff:\n  + 1"),
-        result("skipped", case="int64", message="none here"),
+    ok, none = case("passed", "bfloat16"), case("skipped", "int64", message="none here")
+    bad = [case("failed", name, message=long, where="x.py:3") for name in ("bool", "int8")]
+    other = case("failed", "int16", message="assert [1] == [2]\n\n  Full diff:\n  + 1")
+    more = "... (draftcore --traceback check-plugin shows all)"
+    assert [line.strip() for line in check.test_lines([ok, *bad, other, none])] == [
+        *("FAIL     a round trip is exact (3 of 5)", "[bool] [int8]", "assert 1 == 2"),
+        *(*["more"] * 7, more, "at x.py:3", "[int16]", "assert [1] == [2]", more),
     ]
-    lines = [line.strip() for line in check.test_lines(cases)]
-    assert lines == [
-        "FAIL     a round trip is exact (3 of 5)",
-        "[bool] [int8]",
-        "assert 1 == 2",
-        *["more"] * 7,
-        "... (draftcore --traceback check-plugin shows all)",
-        "at x.py:3",
-        "[int16]",
-        "assert [1] == [2]",
-        "... (draftcore --traceback check-plugin shows all)",
-    ]
-    ok, skipped = cases[0], cases[-1]
-    assert list(check.test_lines([ok, skipped])) == ["  ok       a round trip is exact (1 of 2)"]
-    assert list(check.test_lines([skipped])) == ["  skipped  a round trip is exact: none here"]
-    later = list(check.test_lines([result("xfailed", message="later")]))
+    assert list(check.test_lines([ok, none])) == ["  ok       a round trip is exact (1 of 2)"]
+    assert list(check.test_lines([none])) == ["  skipped  a round trip is exact: none here"]
+    later = list(check.test_lines([case("xfailed", message="later")]))
     assert later == ["  xfail    a round trip is exact: later"]
-
-
-def result(outcome: str, **more: str) -> check.Result:
-    data = {"case": "", **more}
-    return check.Result(0, "test_a_round_trip_is_exact", outcome=outcome, seconds=0.0, **data)
 
 
 # ------------------------------------------------------------ what is asked for
@@ -256,13 +223,10 @@ def test_a_plugin_that_is_not_there_or_broken_is_refused_with_the_reason(loose: 
 
 def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> None:
     loose.write(OFFERS)
-    plugin = load_plugins(files=[loose.file]).named(loose.name)
-    checks = check.suites_of(plugin, ["width=3e-1"], "mine:here{tmp}?a=1")
+    checks = check.suites_of(loose.plugin, ["width=3e-1"], "mine:here{tmp}?a=1")
     assert [(c.kind, c.offer, c.options, c.uri) for c in checks] == [
-        ("plugin", "", {}, ""),
-        ("channel", "other", {}, ""),
-        ("runner", "mine", {"width": 0.3}, ""),
-        ("store", "mine", {}, "mine:here{tmp}?a=1"),
+        *(("plugin", "", {}, ""), ("channel", "other", {}, "")),
+        *(("runner", "mine", {"width": 0.3}, ""), ("store", "mine", {}, "mine:here{tmp}?a=1")),
     ]
     found = {one.message for one in check.run(checks[2:]) if one.outcome == "failed"}
     assert any(message.endswith("width=0.3 mode=None") for message in found)
@@ -274,14 +238,10 @@ def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> Non
 def test_each_value_of_a_literal_or_boolean_option_is_tried_once(loose: Loose) -> None:
     """But for values that the options' own model refuses beside the others' defaults."""
     loose.write(OFFERS)
-    plugin = load_plugins(files=[loose.file]).named(loose.name)
-    checks = check.suites_of(plugin, ["width=2"], None, each=True)
-    assert [c.title for c in checks if c.kind == "runner"] == [
-        "runner mine (width=2)",
-        "runner mine (width=2, mode=plain)",
-        "runner mine (width=2, mode=odd)",
-        "runner mine (width=2, tied=True)",
-    ]
+    checks = check.suites_of(loose.plugin, ["width=2"], None, each=True)
+    varied = ["", ", mode=plain", ", mode=odd", ", tied=True"]
+    titles = [c.title for c in checks if c.kind == "runner"]
+    assert titles == [f"runner mine (width=2{more})" for more in varied]
 
 
 @pytest.mark.parametrize(
@@ -308,21 +268,17 @@ def test_the_users_own_pytest_is_left_out(
 ) -> None:
     (tmp_path / "conftest.py").write_text("raise SystemExit('conftest of the user')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-flag\n")
+    before = {*tmp_path.iterdir()}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", "--another-flag")
     monkeypatch.setenv("PYTEST_PLUGINS", "no_such_plugin")
     assert loose.check().exit_code == 0
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
-        "conftest.py",
-        loose.file.name,
-        f"{loose.name}_options.py",
-        "pytest.ini",
-    ]
+    assert {*tmp_path.iterdir()} - {tmp_path / "__pycache__"} == before
 
 
 def test_a_test_in_which_the_process_dies_fails(loose: Loose) -> None:
     dies = "import os, sys; print('no more memory', file=sys.__stderr__, flush=True); os._exit(3)"
-    loose.write(GRAPHS.replace("{body}", dies))
+    loose.write(GRAPHS, dies)
     result = loose.check()
     assert result.exit_code == 1
     assert "  FAIL     features through it are those without it\n" in result.output
@@ -333,18 +289,18 @@ def test_a_suite_that_cannot_be_loaded_is_a_failure(
     loose: Loose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a package that only the suites need is broken."""
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    (folder / "pydantic.py").write_text("raise ImportError('pydantic is broken')")
-    monkeypatch.syspath_prepend(folder)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "pydantic.py").write_text("raise ImportError('pydantic is broken')")
+    monkeypatch.syspath_prepend(tmp_path / "broken")
     monkeypatch.setenv("TESTS_EXECUTE", "1")  # a fork has the right one
-    checks = [check.Check("plugin", "", loose.name, str(loose.file), {}, "")]
-    (found,) = check.run(checks)
+    (found,) = check.run([check.Check("plugin", "", loose.name, str(loose.file), {}, "")])
     assert (found.outcome, found.words) == ("failed", "the suite can be loaded")
     assert "pydantic is broken" in found.message
 
 
-SLEEPS = "import os, time; open({note!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+def sleeping(note: Path) -> str:
+    """Return the body of a hook that notes its process and does not end."""
+    return f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
 
 
 def gone(note: Path) -> bool:
@@ -360,10 +316,8 @@ def gone(note: Path) -> bool:
 
 
 def test_a_test_that_hangs_is_ended_and_says_where(loose: Loose, tmp_path: Path) -> None:
-    body = SLEEPS.format(note=str(tmp_path / "pid"))
-    loose.write(GRAPHS.replace("{body}", body))
-    plugin = load_plugins(files=[loose.file]).named(loose.name)
-    *_, last = check.run(check.suites_of(plugin, [], None)[1:], limit=20)
+    loose.write(GRAPHS, sleeping(tmp_path / "pid"))
+    *_, last = check.run(check.suites_of(loose.plugin, [], None)[1:], limit=20)
     first, *lines = last.message.splitlines()
     assert (last.outcome, first) == ("failed", "no end after 20 s, here:")
     assert f"{loose.name}.py" in lines[0]
@@ -375,21 +329,18 @@ def test_a_test_that_hangs_is_ended_and_says_where(loose: Loose, tmp_path: Path)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_whoever_ends_the_check_ends_its_process(loose: Loose, tmp_path: Path, how: int) -> None:
     note = tmp_path / "pid"
-    loose.write(GRAPHS.replace("{body}", SLEEPS.format(note=str(note))))
+    loose.write(GRAPHS, sleeping(note))
+    command = [sys.executable, "-m", "draftcore", "--plugin", str(loose.file)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "draftcore", "--plugin", loose.file, "check-plugin", loose.name],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-    )
+        [*command, "check-plugin", loose.name], env=child_environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     until = time.monotonic() + 300
     while not (note.exists() and note.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(how)
     _, error = process.communicate(timeout=300)
     assert gone(note)
-    if how == signal.SIGKILL:
-        return
-    where = "in: graph-plugin mine: features through it are those without it"
-    assert (process.returncode, error) == (130, f"{where}\ninterrupted\n")
+    if how == signal.SIGINT:
+        where = "in: graph-plugin mine: features through it are those without it"
+        assert (process.returncode, error) == (130, f"{where}\ninterrupted\n")

@@ -13,26 +13,21 @@ from draftcore.contracts.algorithm import Stop
 
 SEEN = []
 
-
 @hookimpl
 def run_started(run, config, total_steps):
     SEEN.append(total_steps)
-
 
 @hookimpl
 def gradients_ready(step, gradients):
     return {"largest": max(float(value.abs().max()) for value in gradients.values())}
 
-
 @hookimpl
 def step_finished(step, metrics, draft):
     SEEN.append(metrics["loss"])
 
-
 @hookimpl
 def eval_metrics(draft, report):
     return {"weights": float(sum(p.square().sum() for p in draft.module.parameters()))}
-
 
 @hookimpl
 def checkpoint_saved(step, folder):

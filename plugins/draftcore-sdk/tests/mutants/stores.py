@@ -24,10 +24,8 @@ from draftcore_file import base
 from draftcore_file import store as file
 from draftcore_file.store import FileStore
 
-
 class Store(FileStore):
     pass
-
 
 class Renaming(FileStore):
     # Keeps each sample under what `key` makes of its id.
@@ -51,7 +49,6 @@ class Renaming(FileStore):
     def free(self, refs):
         super().free([replace(ref, feature_id=self.key(ref.feature_id)) for ref in refs])
 
-
 class Numbering(SqliteStore):
     # Names each generation by a `number`.
     def put_many(self, items):
@@ -61,29 +58,24 @@ class Numbering(SqliteStore):
         self._change("update samples set put = ?, ref = ? where id = ?", rows)
         return tuple(refs)
 
-
 class Changing(FileStore):
     # Keeps what `change` makes of each tensor.
     def put_many(self, items):
         changed = [{{n: self.change(t) for n, t in i.tensors.items()}} for i in items]
         return super().put_many([replace(i, tensors=t) for i, t in zip(items, changed)])
 
-
 class Returning(FileStore):
     # Hands out what `change` makes of the tensors of a sample.
     def _read(self, refs, names):
         return [self.change(found) for found in super()._read(refs, names)]
 
-
 @hookimpl
 def describe():
     return [Offer("store", "file", frozenset({{"shared", "durable"}}))]
 
-
 @hookimpl
 def feature_store(name, uri):
     return (Store if issubclass(Store, SqliteStore) else Store.open)(uri)
-
 
 def alter(uri):
     path = Path(uri.partition(":")[2])
