@@ -485,7 +485,7 @@ def test_prefill_by_halves_on_two_streams_has_the_features_of_the_whole(
         given = batch_of(key.rows, key.length)
         found, whole = (runner.features(*given, REQUEST) for runner in (halved, plain))
         batch = halved.buffers.view(key)
-        cut = balanced_cut([key.length] * key.rows)
+        cut = balanced_cut(key.rows, key.length)
         assert cut is not None
         eager = Halves(halved.work(key), cut, batch)(batch)
         for name, value in whole.items():
