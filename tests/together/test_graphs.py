@@ -99,99 +99,79 @@ def test_evaluation_in_training_captures_once_and_changes_no_loss(
     parts.features.store.close()
 
 
-def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: NewProject) -> None:
-    project = new_project(tmp_path / "p")
-    lines = project.cli("runners").stdout.splitlines()
-    assert [line.split() for line in lines] == [
-        ["PHASE", "KEY", "VALUE", "DECIDED", "BY"],
-        ["prefill", "runner", "eager", "default"],
-        ["decode", "runner", "eager", "default"],
-    ]
-    through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode={"backend": "auto"})
-    assert columns(project.cli("runners")) == [
-        ["PHASE", "KEY", "VALUE", "DECIDED BY"],
-        ["prefill", "runner", "graphs", "you"],
-        ["prefill", "backend", "recording", "you"],
-        ["prefill", "options", "none", "default"],
-        ["prefill", "rows", "4", "default"],
-        ["prefill", "lengths", "64 256", "you"],
-        ["prefill", "max_bs", "what memory holds", "default"],
-        ["prefill", "padding", "True", "default"],
-        ["prefill", "plugins", "tbo", "you"],
-        ["prefill", "rule offloaded", "an error if it refuses", "the target's weights"],
-        ["prefill", "rule adapters", "an error if it refuses", "the target's layers"],
-        ["prefill", "rule masks", "an error if it refuses", "the first batch"],
-        ["decode", "runner", "graphs", "you"],
-        ["decode", "backend", "eager", "auto: no backend for cpu"],
-    ]
-    through(project, decode=DECODE)
-    planned = columns(project.cli("runners"))
-    assert planned[-1] == [
-        "decode", "rule drafter-state", "an error if it refuses", "the draft's state",
-    ]  # fmt: skip
-    assert not project.run.exists()
-
-
 def columns(result: Result) -> list[list[str]]:
     return [re.split(r"\s{2,}", line) for line in result.stdout.splitlines()]
 
 
+def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: NewProject) -> None:
+    project = new_project(tmp_path / "p")
+    head = ["PHASE", "KEY", "VALUE", "DECIDED BY"]
+    eager = [[phase, "runner", "eager", "default"] for phase in ("prefill", "decode")]
+    assert columns(project.cli("runners")) == [head, *eager]
+    through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode={"backend": "auto"})
+    prefill = [
+        ["runner", "graphs", "you"], ["backend", "recording", "you"], ["options", "none", "default"],
+        ["rows", "4", "default"], ["lengths", "64 256", "you"],
+        ["max_bs", "what memory holds", "default"], ["padding", "True", "default"],
+        ["plugins", "tbo", "you"],
+        ["rule offloaded", "an error if it refuses", "the target's weights"],
+        ["rule adapters", "an error if it refuses", "the target's layers"],
+        ["rule masks", "an error if it refuses", "the first batch"],
+    ]  # fmt: skip
+    decode = [["runner", "graphs", "you"], ["backend", "eager", "auto: no backend for cpu"]]
+    assert columns(project.cli("runners")) == [
+        head, *(["prefill", *row] for row in prefill), *(["decode", *row] for row in decode)
+    ]  # fmt: skip
+    through(project, decode=DECODE)
+    last = ["decode", "rule drafter-state", "an error if it refuses", "the draft's state"]
+    assert columns(project.cli("runners"))[-1] == last
+    assert not project.run.exists()
+
+
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("phase", "options", "says"),
     [
-        ("decode={name: graphs, options: {bakend: full}}", "did you mean 'backend'?"),
+        ("decode", "{bakend: full}", "did you mean 'backend'?"),
         (
-            "decode={name: graphs, options: {backend: recordin}}",
+            "decode", "{backend: recordin}",
             "runner.decode.options.backend: there is no graph 'recordin' (did you mean 'recording'?)",
         ),
         (
-            "decode={name: graphs, options: {plugins: {nosuch: {}}}}",
+            "decode", "{plugins: {nosuch: {}}}",
             "runner.decode.options.plugins.nosuch: there is no graph-plugin 'nosuch'",
         ),
-        ("prefill={name: graphs, options: {plugins: {tbo: {share: 1}}}}", "did you mean 'least_share'?"),
+        ("prefill", "{plugins: {tbo: {share: 1}}}", "did you mean 'least_share'?"),
         (
-            "prefill={name: graphs, options: {backend: full}}",
+            "prefill", "{backend: full}",
             "runner.prefill.options.backend=full was set, and the rule 'device' refuses it",
         ),
         (
-            "decode={name: graphs, options: {backend: piecewise, options: {compiler: eager}}}",
+            "decode", "{backend: piecewise, options: {compiler: eager}}",
             "runner.decode.options.backend=piecewise was set, and the rule 'phase' refuses it",
+        ),
+        (
+            "decode", "{backend: recording}",
+            "for every batch\n  set runner.decode.name=eager, or set eval.temperature=0",
+        ),
+        pytest.param(
+            "prefill", "{backend: piecewise}",
+            "runner.prefill.options.backend: the graph backend 'piecewise' records CUDA graphs",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here"),
         ),
     ],
 )  # fmt: skip
-def test_a_wrong_key_or_name_or_phase_is_answered(
-    tmp_path: Path, new_project: NewProject, key: str, says: str
-) -> None:
-    refused = new_project(tmp_path / "p").cli("runners", f"runner.{key}", ok=False)
-    assert refused.exit_code == 2
-    assert says in refused.output
-
-
-def test_what_a_rule_refuses_is_refused_before_anything_starts(
-    tmp_path: Path, new_project: NewProject
-) -> None:
-    project = new_project(tmp_path / "p", train={"eval_every": 2})
-    hot = (*RECORDING, "eval.temperature=0.5")
-    for verb in ("train", "runners"):
-        refused = project.cli(verb, *hot, ok=False)
-        assert refused.exit_code == 2
-        asked = "runner.decode.options.backend=recording"
-        assert f"{asked} was set, and the rule 'sampling'" in refused.output
-        assert "set runner.decode.name=eager, or set eval.temperature=0" in refused.output
-    assert not (project.run / "checkpoints").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-def test_a_backend_that_cannot_be_opened_is_refused_before_the_target_is_read(
-    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_refused_before_the_target_is_read(
+    tmp_path: Path, new_project: NewProject, monkeypatch: pytest.MonkeyPatch,
+    phase: str, options: str, says: str,
+) -> None:  # fmt: skip
+    """A wrong key or name, and what a rule refuses of a run that decodes at a temperature."""
     monkeypatch.setattr("draftcore_hf.target.TransformersModel", None)
-    project = through(new_project(tmp_path / "p"), prefill={"backend": "piecewise"})
-    for verb in ("runners", "capture", "train"):
-        refused = project.cli(verb, ok=False)
-        assert refused.exit_code == 2
-        asked = "runner.prefill.options.backend: the graph backend 'piecewise' records CUDA graphs"
-        assert asked in refused.output
+    project = new_project(tmp_path / "p", train={"eval_every": 2}, eval={"temperature": 0.5})
+    for verb in ("runners", "train"):
+        given = f"runner.{phase}={{name: graphs, options: {options}}}"
+        refused = project.cli(verb, given, ok=False)
+        assert (refused.exit_code, says in refused.output) == (2, True), refused.output
+    assert not (project.run / "checkpoints").exists()
 
 
 def test_a_drafter_whose_state_or_trees_no_graph_can_hold_is_refused_by_the_rule(
@@ -236,17 +216,17 @@ def test_what_auto_leaves_to_eager_and_that_there_is_no_break_is_in_the_plan_and
     (tmp_path / "chosen.py").write_text(CHOSEN)
     auto = "runner.decode={name: graphs, options: {rows: [1, 2], lengths: [256, 512]}}"
 
-    def said(verb: str) -> str:
-        return trained.cli(verb, auto, plugin=tmp_path / "chosen.py").stdout
+    def said(verb: str) -> Result:
+        return trained.cli(verb, auto, plugin=tmp_path / "chosen.py")
 
-    planned = [re.split(r"\s{2,}", line) for line in said("runners").splitlines()]
+    planned = columns(said("runners"))
     no_break = "none: a round of decoding is one graph, as with full"
     assert ["decode", "backend", "chosen", "auto, for cpu"] in planned
     assert ["decode", "breaks", no_break, "chosen"] in planned
     assert ["decode", "rule drafter-state", "eager if it refuses", "the draft's state"] in planned
-    output = said("eval")
+    output = said("eval").stdout
     assert re.search(r"^runner\.decode +\d+ captured, \d+ replayed$", output, re.MULTILINE)
     assert re.search(rf"^runner\.decode +breaks of chosen: {no_break}$", output, re.MULTILINE)
     monkeypatch.setattr("draftcore_graphs.graphs.fault", lambda state, rows: "state[1] is a int")
     why = "eager, rule drafter-state: the algorithm's decoding state cannot lie in static buffers"
-    assert f"{why}: state[1] is a int" in said("eval")
+    assert f"{why}: state[1] is a int" in said("eval").stdout

@@ -16,9 +16,7 @@ Shape letters: B rows, T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,23 +38,17 @@ class Cut:
     inside: int = 0
 
 
-def balanced_cut(lengths: Sequence[int], least_share: float = LEAST_SHARE) -> Cut | None:
-    """Return the cut that balances the tokens of rows of these lengths; None for less than two tokens.
+def balanced_cut(rows: int, width: int, least_share: float = LEAST_SHARE) -> Cut | None:
+    """Return the cut that balances the tokens of rows of one width; None for a single token.
 
     A row is cut only where the smaller half would otherwise have less than `least_share` of the tokens,
     and never where there would then be more rows than tokens.
     """
-    total = sum(lengths)
-    starts = [0, *accumulate(lengths)][:-1]
-    row = min(range(len(lengths)), key=lambda row: abs(total - 2 * starts[row]), default=0)
-    smaller = min(starts[row], total - starts[row]) if starts else 0
-    if smaller > 0 and (smaller >= least_share * total or len(lengths) + 1 > total):
+    row = rows // 2
+    if row and (row >= least_share * rows or width == 1):
         return Cut(row)
-    if total < 2:
-        return None
-    half = total // 2
-    row = max(row for row, start in enumerate(starts) if start <= half)
-    return Cut(row, half - starts[row])
+    half = rows * width // 2
+    return Cut(half // width, half % width) if half else None
 
 
 def split(batch: Batch, cut: Cut) -> tuple[Batch, Batch]:
@@ -91,7 +83,7 @@ class TwoBatchOverlap(GraphPlugin):
         self.least_share = least_share
 
     def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
-        cut = balanced_cut([_width(batch)] * len(batch["lengths_B"]), self.least_share)
+        cut = balanced_cut(len(batch["lengths_B"]), _width(batch), self.least_share)
         return work if cut is None else Halves(work, cut, batch)
 
     def on_replay(self, key: ShapeKey, batch: Batch) -> None:

@@ -211,9 +211,9 @@ def test_captures_and_replays_come_and_go_without_leaving_memory(
 def test_a_device_without_room_is_said_and_stays_usable(
     full: GraphBackend, buffer: Tensor, tmp_path: Path
 ) -> None:
-    """A process that may take no more than it has; buckets that nobody chose run eagerly."""
-    sizes = {"rows": (4,), "lengths": (32, 4096)}
-    asked = r"a graph of 4 rows x 4096: .* is free\."
+    """A mask of 16,384 x 16,384 takes 1 GiB; buckets that nobody chose run eagerly."""
+    sizes = {"rows": (4,), "lengths": (32, 16384)}
+    asked = r"a graph of 4 rows x 16384: .* is free\."
     with pytest.raises(DraftcoreError, match=asked) as refused, little_memory():
         prefill(full, tmp_path / "chosen", "float32", **sizes, decided={"lengths": "you"})
     assert "lower runner.prefill.options.max_bs (it is 4)" in str(refused.value)
@@ -222,7 +222,7 @@ def test_a_device_without_room_is_said_and_stays_usable(
     with little_memory():
         runner = prefill(full, tmp_path / "default", "float32", **sizes)
     assert runner.captures == 1
-    runner.features(*batch_of(4, 4096), REQUEST)
+    runner.features(*batch_of(4, 16384), REQUEST)
     assert runner.counts == {"replayed": 1, "out of memory": 1}
 
 
@@ -485,7 +485,7 @@ def test_prefill_by_halves_on_two_streams_has_the_features_of_the_whole(
         given = batch_of(key.rows, key.length)
         found, whole = (runner.features(*given, REQUEST) for runner in (halved, plain))
         batch = halved.buffers.view(key)
-        cut = balanced_cut([key.length] * key.rows)
+        cut = balanced_cut(key.rows, key.length)
         assert cut is not None
         eager = Halves(halved.work(key), cut, batch)(batch)
         for name, value in whole.items():

@@ -1,12 +1,14 @@
-"""Each piece against the plainest way to compute or write the same."""
+"""Each piece against the plainest way to compute or write the same; the README's algorithm works."""
 
 import json
 import math
 import pkgutil
+import re
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,19 +26,31 @@ from draftcore_nn.target import (
     shape_of_config,
     shape_of_target,
 )
+from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors
+from draftcore_sdk.graph_plugins import NoWaiting
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma4TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftcore.errors import DraftcoreError, UsageError
 
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+FOLDER = TemporaryDirectory()
+FILE = Path(FOLDER.name, "echo.py")
+(CODE,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+FILE.write_text(CODE, encoding="utf-8")
+sys.path.append(FOLDER.name)
 
-def test_importing_any_of_it_imports_neither_transformers_nor_more_of_the_core_than_contracts() -> (
-    None
-):
+
+class TestTheReadmesExample(AlgorithmSuite):
+    """As it stands there."""
+
+    plugin, loose = "echo", str(FILE)
+
+
+def test_importing_any_of_it_imports_no_transformers_and_of_the_core_only_contracts() -> None:
     names = [
         f"draftcore_nn.{module.name}" for module in pkgutil.iter_modules(draftcore_nn.__path__)
     ]
@@ -51,24 +65,11 @@ def test_importing_any_of_it_imports_neither_transformers_nor_more_of_the_core_t
 # ------------------------------------------------------------ decoding
 
 
-class Waits(TorchDispatchMode):
-    """Counts operations whose result the host reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_choice_follows_its_distribution_and_waits_for_nothing() -> None:
     generator = torch.Generator().manual_seed(1)
     logits_BV = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20_000, -1)
-    with Waits() as waits:
+    with NoWaiting():
         token_B, probs_BV = decoding.choose(logits_BV, 0.5, generator)
-    assert waits.count == 0
     assert probs_BV is not None
     torch.testing.assert_close(probs_BV[0], (logits_BV[0] / 0.5).softmax(-1))
     shares_V = torch.bincount(token_B, minlength=4) / 20_000
@@ -245,9 +246,7 @@ def test_a_shape_goes_into_config_json_and_comes_back(
 def test_the_scale_of_yarn_is_the_same_for_readers_of_either_of_its_names(rope: str) -> None:
     said = rope_of(LlamaConfig(rope_parameters=dict(ROPES[rope])))
     assert not {"mscale", "mscale_all_dim"} & said.keys(), "which some vLLM leaves out"
-    by_factor = (
-        0.1 * math.log(said["factor"]) + 1
-    )  # in sglang and older vLLM attn_factor multiplies it
+    by_factor = 0.1 * math.log(said["factor"]) + 1  # sglang and older vLLM times attn_factor
     assert said["attention_factor"] == pytest.approx(by_factor * said["attn_factor"], rel=1e-12)
 
 
