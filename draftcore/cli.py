@@ -15,7 +15,7 @@ from typing import Any, cast
 import click
 
 from draftcore import listing
-from draftcore.errors import DraftcoreError, ExitStatus, UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError, raised
 from draftcore.plugins.registry import Registry, load_plugins
 
 FILE = click.Path(path_type=Path)
@@ -42,8 +42,7 @@ class Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         registry, (name, *rest) = _registry(ctx), args
-        verb = self.commands.get(name) or registry.find("verb", name).verbs[name]
-        return name, verb, rest
+        return name, self.commands.get(name) or registry.find("verb", name).verbs[name], rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -51,7 +50,7 @@ class Verbs(click.Group):
         except (DraftcoreError, OSError) as error:  # OSError: seldom our bug
             if ctx.params["traceback"] or isinstance(error, BrokenPipeError):
                 raise
-            system = f"{type(error).__name__}: {error}\n  {SYSTEM}"
+            system = f"{raised(error)}\n  {SYSTEM}"
             click.echo(f"error: {system if isinstance(error, OSError) else error}", err=True)
             ctx.exit(getattr(error, "exit_status", ExitStatus.FAILED))
         except KeyboardInterrupt:

@@ -20,7 +20,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
     **{
         kind: (kind,)
-        for kind in ("target", "samples", "capture", "batches", "evaluation", "runner")
+        for kind in ["target", "samples", "capture", "batches", "evaluation", "runner"]
     },
     "store": ("feature_store",),
     "ranks": ("ranks", "launch"),

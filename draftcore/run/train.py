@@ -28,7 +28,7 @@ from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
-from draftcore.files import hold, write_atomic
+from draftcore.files import hold, regular, write_atomic
 from draftcore.run import DraftRun, Role, Run, changes, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
@@ -280,7 +280,7 @@ def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan
 
 def read_run_id(folder: Path) -> str:
     """Return the run's id, made at the first start and kept in the run's folder."""
-    file = folder / "run.json"
+    file = regular(folder / "run.json")
     try:
         made = uuid.UUID(json.loads(file.read_text())["run_id"]) if file.exists() else uuid.uuid4()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

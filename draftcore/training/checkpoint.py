@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import STEPS, digest, sync, write_atomic
+from draftcore.files import STEPS, digest, regular, sync, write_atomic
 from draftcore.plugins.dists import install
 from draftcore.plugins.registry import Registry
 from draftcore.training.optimizer import full, shard_like
@@ -202,7 +202,7 @@ def _require_whole(file: Path) -> None:
     """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
     damaged = file.parent / MARK
     try:
-        manifest = json.loads(damaged.read_text())
+        manifest = json.loads(regular(damaged).read_text())
         if (found := manifest["format"]) != FORMAT:
             raise UsageError(
                 f"{damaged} has the format {found}, and this draftcore reads {FORMAT}\n"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
+from draftcore.files import regular
 
 # Numerator and denominator of each metric, by name, and of each term of the loss, by number.
 Sums = dict[str | int, list[float]]
@@ -74,13 +75,12 @@ class MetricsLog:
     def __init__(self, file: Path, step: int) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        old, lines = regular(file).read_text(errors="replace") if file.exists() else "", list[str]()
+        for line in old.splitlines():
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or not ours
                 if json.loads(line)["step"] <= step:
                     lines.append(f"{line}\n")
-        with open(file, "w") as stream:
-            stream.writelines(lines)
+        file.write_text("".join(lines))
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line. Raises DraftcoreError where the disk is full."""

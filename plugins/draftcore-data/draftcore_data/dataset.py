@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.contracts.run import Prompts
-from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import digest, read_sealed, sync, write_sealed
+from draftcore.errors import DraftcoreError, UsageError, printable
+from draftcore.files import digest, read_sealed, regular, sync, write_sealed
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered
 from draftcore_data.options import DataOptions, Sources
 from draftcore_data.parallel import render_all, report_progress
@@ -70,7 +70,7 @@ class DataReport:
             places = [bad.where for bad in self.skipped if bad.reason == reason]
             named = ", ".join(places[:3]) + (", ..." if count > 3 else "")
             lines.append(f"  {count:,} left out: {reason} ({named})")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def require_rows(self, share: float | str = "skip") -> None:
         """Raise UsageError if no row was kept, or more than a share cannot be used; one always may."""
@@ -178,7 +178,7 @@ def build_dataset(
     source = open_source(sources, find)
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
-    with open(folder / "lock", "a") as lock:
+    with open(regular(folder / "lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         renderer = Renderer(tokenizer, options, date or date_of(folder), processor)
         settings = options.model_dump_json(exclude={"train", "eval", "chat_template"})
@@ -253,7 +253,7 @@ def _write(file: Path, rows: Iterable[Rendered], renderer: Renderer) -> dict[str
     hashes: list[bytes] = []
     images: list[tuple[int, tuple[Image, ...]]] = []
     counts: Counter[int] = Counter()
-    with open(file, "wb") as output:
+    with open(regular(file), "wb") as output:
         for row in rows:
             tokens = np.empty(len(row.token_ids), TOKEN)
             tokens["id"], tokens["learned"] = row.token_ids, row.loss_mask

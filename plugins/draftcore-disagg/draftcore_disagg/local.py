@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
+from draftcore.files import regular
 from draftcore_disagg.launcher import MEETING, Job, verdict
 
 PR_SET_PDEATHSIG = 1
@@ -46,7 +47,7 @@ class Child:
             output: Any = None
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(open(self.log, "ab"))
+                output = stack.enter_context(open(regular(self.log), "ab"))
             self.process = subprocess.Popen(
                 self.command,
                 stdout=output,
