@@ -282,7 +282,7 @@ class Renderer:
                 follows = messages[end : end + 1]
                 part = replace(row, messages=(*first, *messages[start:end], *follows))
                 shown, marked = self.render_text(part.messages, row.tools)
-                after = self._written_after(first, *follows, row.tools) if follows else ("", "")
+                after = self._written_after(first, follows[0], row.tools) if follows else ("", "")
                 own = shown[len(head) : len(shown) - len(after[1])]
                 fits = shown.startswith(head) and shown.endswith(after[1])
                 if not (fits and text.startswith(own, place)):
@@ -306,21 +306,23 @@ class Renderer:
         return text[:same], text[same:]
 
     def _cut_beyond_longest(
-        self, row: Conversation, turns: Sequence[int]
-    ) -> tuple[Conversation, Sequence[int]]:
+        self, row: Conversation, turns: list[int]
+    ) -> tuple[Conversation, list[int]]:
         """Cut a long conversation behind the first answer whose prompt alone is longer than any row.
 
         All later ones are, too, and time grows as the square of what is looked at.
         """
         count = LONG
         for at in _questions(row.messages):
+            if at < count:
+                continue
+            count = at * 3 // 2
             with contextlib.suppress(RowError):
-                text = self.render_text(row.messages[: at + 1], row.tools)[0] if at >= count else ""
+                text, _ = self.render_text(row.messages[: at + 1], row.tools)
                 if len(self._backend.encode(text, add_special_tokens=False).ids) > self._longest:
-                    later = next((turn for turn in turns if turn > at), len(row.messages))
-                    cut = replace(row, messages=row.messages[: later + 1])
-                    return cut, [turn for turn in turns if turn <= later]
-            count = at * 3 // 2 if at >= count else count
+                    last = next((turn for turn in turns if turn > at), len(row.messages))
+                    cut = replace(row, messages=row.messages[: last + 1])
+                    return cut, [turn for turn in turns if turn <= last]
         return row, turns
 
     def _marked_spans(
