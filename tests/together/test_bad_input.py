@@ -144,8 +144,8 @@ def test_what_is_no_file_is_refused_by_its_kind_in_the_place_of_each_that_is_rea
             there.rename(place)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket.jsonl")
-        for place in ("socket.jsonl", "/dev/zero"):
-            refused(trained, "train", f"data.train={place}", says=[f"{place} {NO_FILE}"])
+        for data in ("socket.jsonl", "/dev/zero"):
+            refused(trained, "train", f"data.train={data}", says=[f"{data} {NO_FILE}"])
 
 
 def numbers(command: click.Command, *above: str) -> Iterator[list[str]]:

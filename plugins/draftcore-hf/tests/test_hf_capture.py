@@ -21,15 +21,8 @@ class TestLocalCapture(CaptureSuite):
         self, target_folder: Path
     ) -> None:
         target = TransformersTarget(str(target_folder), device="cpu")
-        model = target.load_model().model
-        true = model.forward
-
-        def scaled(*given: Any, **named: Any) -> Any:
-            output = true(*given, **named)
-            output.logits = output.logits * 2
-            return output
-
-        model.forward = scaled
+        head = target.load_model().model.get_output_embeddings()
+        head.register_forward_hook(lambda module, given, logits: logits * 2)
         with pytest.raises(UsageError, match="computes its logits in a way"):
             LocalCapture(target, ALL)
 
