@@ -147,18 +147,14 @@ def test_a_loose_file_may_bring_a_verb(site: Site) -> None:
         ("make-coffee", "choose one that is there, or install the plugin that offers it"),
     ],
 )
-def test_an_unknown_verb_is_answered_with_the_nearest_one_or_its_dist(
-    site: Site, verb: str, says: str
-) -> None:
+def test_an_unknown_verb_is_told_the_nearest_or_its_dist(site: Site, verb: str, says: str) -> None:
     site.plugin("polite", VERB)
     result = invoke(site, verb, "my-export")
     assert result.exit_code == 2
     assert says in result.stderr
 
 
-def test_of_two_plugins_with_one_verb_neither_answers_and_the_cores_are_not_taken_over(
-    site: Site,
-) -> None:
+def test_of_two_plugins_with_one_verb_neither_answers_nor_takes_a_core_one(site: Site) -> None:
     for name in ("a", "b"):
         site.plugin(name, VERB)
     site.plugin(
@@ -171,9 +167,7 @@ def test_of_two_plugins_with_one_verb_neither_answers_and_the_cores_are_not_take
     assert "a and b offer the verb 'greet': " in invoke(site, "list-plugins").output
 
 
-def test_a_verb_of_ours_is_its_owners_alone_and_no_other_plugin_is_imported_for_it(
-    site: Site,
-) -> None:
+def test_a_verb_of_ours_is_its_owners_alone_and_nothing_else_is_imported(site: Site) -> None:
     ours = VERB.replace("greet", "verify").replace("no voice", "our voice")
     site.plugin("thief", "import sys\nsys.modules['stolen'] = sys\n" + dedent(ours))
     site.plugin("tools", ours)

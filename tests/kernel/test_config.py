@@ -64,9 +64,7 @@ def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
         ("run: \xff", ["cannot read", "UTF-8"]),
     ],
 )
-def test_a_file_that_is_no_mapping_is_named(
-    tmp_path: Path, text: str | None, says: list[str]
-) -> None:
+def test_a_file_of_no_mapping_is_named(tmp_path: Path, text: str | None, says: list[str]) -> None:
     name = "other.yaml" if text is None else "run.yaml"
     (tmp_path / name).write_bytes((text or "").encode("latin-1"))
     with pytest.raises(UsageError) as caught:
@@ -84,9 +82,7 @@ def test_a_file_that_is_no_mapping_is_named(
         ("a: &a [*a]", "Circular reference"),
     ],
 )
-def test_a_file_that_says_a_thing_twice_or_without_end_is_no_yaml(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_a_file_that_repeats_or_never_ends_is_no_yaml(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "run.yaml").write_text(YAML + text)
     with pytest.raises(UsageError, match=rf"run\.yaml is not YAML: (.|\n)*{says}"):
         load_config(tmp_path / "run.yaml")
@@ -118,7 +114,7 @@ def test_an_alias_is_a_copy_that_an_override_changes_alone(tmp_path: Path) -> No
         ("x://[::1]:50051", "[::1]:50051", ""),
     ],
 )
-def test_a_path_may_be_relative_absolute_or_absent_and_follow_a_host(
+def test_a_path_may_be_relative_or_absent_and_follow_a_host(
     text: str, host: str, path: str
 ) -> None:
     uri = parse_uri(text, known=["n"], host=True)

@@ -73,9 +73,7 @@ def test_ids_name_row_content_mask_and_dataset(jsonl: Jsonl, build: Build) -> No
 # ---------------------------------------------------------------- policies
 
 
-def test_every_row_left_out_is_counted_and_written_down(
-    tmp_path: Path, jsonl: Jsonl, build: Build
-) -> None:
+def test_rows_left_out_are_counted_and_written(tmp_path: Path, jsonl: Jsonl, build: Build) -> None:
     source = jsonl(*["{"] * 25, chat("Hi", "Four."), NO_ANSWER, LONG)
     for report in (build(source).report, build(source).report):  # rendered, and reused
         assert report.text().splitlines() == [
@@ -93,9 +91,7 @@ def test_every_row_left_out_is_counted_and_written_down(
     assert (report.kept, len(report.skipped)) == (1, 1)  # nor long ones, nor what is past the limit
 
 
-def test_truncation_keeps_the_head_and_drops_what_has_no_answer_left(
-    jsonl: Jsonl, build: Build
-) -> None:
+def test_truncation_keeps_the_head_and_drops_what_has_no_answer(jsonl: Jsonl, build: Build) -> None:
     source = jsonl(LONG, LONG_QUESTION)
     dataset, whole = build(source, overlong="truncate"), build(source, max_length=900, name="whole")
     assert dataset.lengths.tolist() == [64]
@@ -183,7 +179,7 @@ def test_a_file_that_is_not_as_it_was_written_is_noticed_and_written_again(
     assert not caplog.text
 
 
-def test_a_row_that_changes_in_use_is_not_trained_on(
+def test_a_row_that_changes_in_use_is_not_learned(
     tmp_path: Path, source: str, build: Build
 ) -> None:
     """Whatever byte of it does, and no other row."""

@@ -39,9 +39,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("command", "expected"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_the_readme_shows_what_is_printed(
-    cli: Cli, serve: Serve, command: str, expected: str
-) -> None:
+def test_the_readme_shows_the_output(cli: Cli, serve: Serve, command: str, expected: str) -> None:
     given = command.replace("http://localhost:8000", serve().url)
     assert cli(*given.split()).stdout == expected
 

@@ -88,7 +88,7 @@ def test_every_turn_is_asked_anew_after_the_answers_given_before(ask: Asking, se
 # ------------------------------------------------------------ servers that fail
 
 
-def test_failures_of_servers_are_survived_and_every_row_is_there_once(
+def test_failing_servers_are_survived_and_every_row_is_there_once(
     ask: Asking, serve: Serve
 ) -> None:
     """Four of five questions are failed, each in its way, and answered when asked again."""
@@ -134,7 +134,7 @@ def test_several_servers_share_the_work_and_progress_has_rate_tokens_and_time_le
         assert part in result.stderr
 
 
-def test_what_servers_refuse_or_fail_at_is_listed_and_asked_again_by_the_same_command(
+def test_what_servers_refuse_or_fail_at_is_listed_and_asked_again(
     ask: Asking, serve: Serve
 ) -> None:
     ways = {"q3": (400, {"message": "too long"}), "q7": (500, {})}
@@ -164,9 +164,7 @@ def test_it_gives_up_where_no_server_ever_answers(ask: Asking, serve: Serve) -> 
     assert "cannot be asked" in wrong.stderr or "models" in wrong.stderr
 
 
-def test_killed_in_the_middle_it_goes_on_and_loses_and_doubles_no_row(
-    ask: Asking, serve: Serve
-) -> None:
+def test_killed_it_goes_on_and_loses_and_doubles_no_row(ask: Asking, serve: Serve) -> None:
     """Killed by SIGKILL while questions are under way, and the last line torn as by a power cut.
 
     Until then no other process writes to its file.
@@ -235,7 +233,7 @@ def test_results_of_tools_are_kept_where_the_same_call_was_made(
         assert row["messages"][3]["content"] == "it is 2"
 
 
-def test_reasoning_comes_by_one_name_a_cut_answer_ends_its_row_and_an_empty_one_is_a_failure(
+def test_reasoning_has_one_name_and_a_cut_or_empty_answer_ends_it(
     ask: Asking, serve: Serve
 ) -> None:
     def reason(asked: Json) -> Json:
@@ -253,9 +251,7 @@ def test_reasoning_comes_by_one_name_a_cut_answer_ends_its_row_and_an_empty_one_
     assert failed["reason"] == "the answer is empty"
 
 
-def test_what_is_no_answer_to_learn_stays_a_prompt_gets_one_and_a_row_of_tokens_is_listed(
-    ask: Asking, serve: Serve
-) -> None:
+def test_what_is_not_learned_stays_and_a_prompt_gets_an_answer(ask: Asking, serve: Serve) -> None:
     brief = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "c"}]
     kept = chat("one", "kept", "two", "old")["messages"]
     kept = [{"role": "assistant", "content": "hello"}, kept[0], {**kept[1], "weight": 0}, *kept[2:]]
@@ -272,7 +268,7 @@ def test_what_is_no_answer_to_learn_stays_a_prompt_gets_one_and_a_row_of_tokens_
     assert "a row of tokens" in listed["reason"]
 
 
-def test_a_run_says_what_is_asked_and_how_it_thinks(
+def test_a_run_says_what_to_ask_and_how_it_thinks(
     ask: Asking, serve: Serve, tmp_path: Path
 ) -> None:
     """Its sources are asked once each, whatever their weights, with what its template is told."""
@@ -313,7 +309,7 @@ def test_answers_made_with_other_settings_do_not_join_a_file(ask: Asking, serve:
     assert "answers.jsonl:1 is no answer" in ask(server, "--seed", 1, status=2).stderr
 
 
-def test_the_target_in_this_process_answers_as_it_generates(
+def test_in_process_answers_are_what_it_generates(
     cli: Cli, tmp_path: Path, target_folder: Path
 ) -> None:
     """Whatever batches the prompts fall into; and answers in turn are asked after each other."""

@@ -28,71 +28,23 @@ from transformers.utils import chat_template_utils
 
 from draftcore.errors import UsageError
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+
+def template(name: str) -> str:
+    """Return a chat template after a family of real ones; a line may end where a block does."""
+    file = Path(__file__).parent / "templates" / f"{name}.jinja"
+    return file.read_text(encoding="utf-8").removesuffix("\n")
+
+
+CHATML, LLAMA3, MISTRAL, PHI, VICUNA = map(
+    template, ("chatml", "llama3", "mistral", "phi", "vicuna")
 )
 # Reasoning is kept in the turns after the last question, where even an empty block is written.
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% set reasoning = '' %}{% set content = m.content %}"
-    "{% if '</think>' in content %}"
-    "{% set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ reasoning }}\n</think>\n\n{% endif %}{{ content }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ block }}{% endif %}"
-)
-QWEN3_THINKING = QWEN3.replace("{{ block }}", "")
-QWEN3_NO_THINKING = QWEN3.replace("{{ block }}", "<think>\n\n</think>\n\n")
+QWEN3_THINKING = template("qwen3").replace("{{ block }}", "")
+QWEN3_NO_THINKING = template("qwen3").replace("{{ block }}", "<think>\n\n</think>\n\n")
 # The generation prompt opens a think block; the text of an answer has it stripped off.
-R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
-    "{% else %}<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-)
-PHI = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-VICUNA = (
-    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} "
-    "{% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
+R1, MARKED, NO_END_OF_TURN, TOOLS = map(template, ("r1", "marked", "no_end_of_turn", "tools"))
 # Old templates know no add_generation_prompt.
 CHATML_ALONE, VICUNA_ALONE = (one.split("{% if add_gen")[0] for one in (CHATML, VICUNA))
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-NO_END_OF_TURN = (
-    "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
-)
-TOOLS = (
-    "{% for t in tools or [] %}TOOL {{ t.name }}\n{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].name }}</tool_call>{% endif %}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def talk(*said: str, **fields: Any) -> list[dict[str, Any]]:
@@ -314,48 +266,13 @@ def test_a_tokenizer_that_cannot_render_is_refused_when_made(
 
 # ---------------------------------------------------------------- as it was served
 
-LAST_QUESTION = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-)
 # Reasoning is dropped once the next question comes; an answer without it has an empty block.
-QWEN3_FIELD = (
-    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'tool' %}"
-    "<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n"
-    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
-    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
+QWEN3_FIELD = template("qwen3_field")
 # No token ends a turn: the next turn's header does.
-GLM = (
-    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
-    "<think>{% if loop.index0 > ns.last %}{{ m.reasoning_content }}{% endif %}</think>"
-    "{% if m.content %}{{ '\n' + m.content }}{% endif %}{% for call in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>' + call.function.name }}"
-    "{% for key, value in call.function.arguments.items() %}{{ '\n' + key }}={{ value }}{% endfor %}"
-    "{{ '\n</tool_call>' }}{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+GLM = template("glm")
 # The last answer's thinking and end differ from those in history; what was thought before a call is
 # written until an answer follows. It takes arguments as text alone.
-GPT_OSS = (
-    "{% set ns = namespace(final=-1) %}{% for m in messages %}"
-    "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.final = loop.index0 %}{% endif %}"
-    "{% endfor %}<s>Current date: {{ strftime_now('%Y-%m-%d') }}"
-    "{% for m in messages %}<|start|>{{ m.role }}"
-    "{% if m.role != 'assistant' %}<|message|>{{ m.content }}<|end|>"
-    "{% elif m.tool_calls %}{% if m.thinking and loop.index0 > ns.final %}<|analysis|>"
-    "{{ m.thinking }}<|end|><|start|>assistant{% endif %} to="
-    "{{ m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}<|call|>"
-    "{% elif loop.last and not add_generation_prompt %}{% if m.thinking %}<|analysis|>"
-    "{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|final|>{{ m.content }}</s>"
-    "{% else %}<|final|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
+GPT_OSS = template("gpt_oss")
 TWICE = [user("2+2?"), said("Four.", "hm"), user("Why?"), said("It is.", "so")]
 THINKING = [user("2+2?"), said(None, "use it", CALL), TOOL, said("Four.", "ah")]
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
@@ -445,9 +362,7 @@ def test_what_a_template_drops_is_counted(
     assert found == notes
 
 
-def test_a_template_is_told_the_date_it_is_given_and_today_without_one(
-    make_tokenizer: MakeTokenizer,
-) -> None:
+def test_a_template_is_told_the_date_it_is_given_or_today(make_tokenizer: MakeTokenizer) -> None:
     tokenizer, row = make_tokenizer(GPT_OSS), parsed(TWICE[:2])
     for date, text in (("2024-07-26T10:00:00", "2024-07-26"), ("", f"{datetime.now():%Y-}")):
         (rendered,) = Renderer(tokenizer, date=date).render([row])
@@ -459,9 +374,7 @@ def test_a_template_is_told_the_date_it_is_given_and_today_without_one(
 @pytest.mark.parametrize(
     "masked", [{"loss_mask": [0, 1, 0, 1, 1]}, {"labels": [-100, 6, -100, 8, 9]}]
 )
-def test_rows_of_tokens_are_taken_as_they_are(
-    chatml: PreTrainedTokenizerFast, masked: dict[str, Any]
-) -> None:
+def test_rows_of_tokens_are_kept(chatml: PreTrainedTokenizerFast, masked: dict[str, Any]) -> None:
     row = parse_row("x", {"input_ids": [5, 6, 7, 8, 9], **masked})
     for last_turn_only, expected in ((False, [1, 3, 4]), (True, [3, 4])):
         config = DataOptions(last_turn_only=last_turn_only)

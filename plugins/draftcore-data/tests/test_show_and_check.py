@@ -28,9 +28,7 @@ def config(tmp_path: Path, target_folder: Path) -> Config:
     return write
 
 
-def test_on_a_terminal_what_is_learned_is_coloured_and_what_would_control_it_escaped(
-    config: Config,
-) -> None:
+def test_on_a_terminal_what_is_learned_is_coloured_and_control_escaped(config: Config) -> None:
     """By a process of its own, whose standard output is a terminal."""
     file = config(chat("one\x1b[2J", "uno"))
     ours, theirs = os.openpty()
@@ -49,7 +47,7 @@ def test_on_a_terminal_what_is_learned_is_coloured_and_what_would_control_it_esc
 
 
 @pytest.mark.parametrize("overlong", ["skip", "truncate"])
-def test_lengths_are_of_all_rows_also_of_those_that_are_too_long(
+def test_lengths_are_of_all_rows_those_too_long_too(
     cli: Cli, config: Config, overlong: str
 ) -> None:
     """Else nobody sees how long `max_length` would have to be."""
@@ -85,7 +83,7 @@ def test_what_a_template_drops_is_said(cli: Cli, config: Config) -> None:
     assert said in result.stderr
 
 
-def test_the_targets_own_answers_are_told_from_those_of_others(
+def test_own_answers_are_told_from_those_of_others(
     cli: Cli, config: Config, tmp_path: Path
 ) -> None:
     """A target that was trained: its own are made by `regenerate`, and then given to other questions."""

@@ -101,9 +101,7 @@ def test_what_fsspec_reaches_is_read_there_and_its_key_follows_its_content() -> 
     assert open_source(source, FIND).key() != key
 
 
-def test_a_file_that_breaks_off_names_the_last_line_that_was_read_and_what_to_do(
-    folder: Path,
-) -> None:
+def test_a_file_that_breaks_off_names_the_last_line_read_and_what_to_do(folder: Path) -> None:
     whole = gzip.compress(b"\n".join(lines(n) for n in range(9999)), 0)
     (folder / "b.jsonl.gz").write_bytes(whole[:-5000])
     says = r"b\.jsonl\.gz cannot be read after b\.jsonl\.gz:\d+\n.*EOFError.*\n  it is torn, or"
@@ -129,9 +127,7 @@ def test_a_file_that_breaks_off_names_the_last_line_that_was_read_and_what_to_do
         ("file://{folder}/0.jsonl", "0.jsonl is one JSON array"),
     ],
 )
-def test_what_cannot_be_opened_is_an_error_before_the_first_row(
-    folder: Path, source: str, says: str
-) -> None:
+def test_what_cannot_be_opened_is_an_error_at_once(folder: Path, source: str, says: str) -> None:
     (folder / "packed.zst").write_text("packed")
     (folder / "0.jsonl").write_text("[{}]")
     with pytest.raises(UsageError, match=says):
@@ -201,9 +197,7 @@ class TestHfSource(SourceSuite):
         return f"hf:{tmp_path / 'rows.parquet'}"
 
 
-def test_saved_folders_and_parquet_files_read_alike(
-    datasets: Any, table: Any, tmp_path: Path
-) -> None:
+def test_saved_folders_and_parquet_read_alike(datasets: Any, table: Any, tmp_path: Path) -> None:
     table.save_to_disk(tmp_path / "saved")
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: row)  # leaves a cache file there
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "splits")
@@ -316,9 +310,7 @@ def test_bad_bytes_and_empty_lines_keep_the_line_numbers_right(tmp_path: Path) -
     assert "can't decode byte 0xff" in str(rows[1])
 
 
-def test_reasoning_and_calls_are_found_by_whatever_name_they_have_and_need_no_content(
-    jsonl: Jsonl,
-) -> None:
+def test_reasoning_and_calls_are_found_by_any_name_and_need_no_content(jsonl: Jsonl) -> None:
     function = {"name": "add", "arguments": {"a": 2}}
     as_text, call = {"name": "add", "arguments": '{"a": 2}'}, {"type": "function"}
     ways: list[dict[str, Any]] = [

@@ -6,7 +6,6 @@ for. So what is tested is the target's cache, the verifier and the bookkeeping.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -230,11 +229,9 @@ def random_chain(rows: int, V: int = 7) -> tuple[Tensor, Proposal]:
     return logits_BTV, Proposal(drafts, probs_BKV)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("temperature", [0, 0.7])
 @pytest.mark.parametrize("counted", [False, True])
-def test_a_chain_that_is_given_as_a_tree_is_judged_as_the_chain(
-    temperature: float, counted: bool
-) -> None:
+def test_a_chain_given_as_a_tree_is_judged_as_the_chain(temperature: float, counted: bool) -> None:
     logits_BTV, chain = random_chain(500)
     if counted:
         chain = replace(chain, counts_B=torch.arange(500) % (K + 1))
@@ -313,8 +310,8 @@ def test_sampled_trees_keep_the_targets_distribution(way: str, adaptive: bool) -
         tree = replace(tree, counts_B=torch.arange(DRAWS) % (len(PARENTS) + 1))
     read_BT = torch.nn.functional.pad(tree.tokens_BK, (1, 0), value=V)
     seen_BTT = lineage(torch.tensor(PARENTS).expand(DRAWS, -1))
-    tokens_BP, counts_B, *_ = verify_tree(logits_CV[read_BT], tree, 1.0, random, seen_BTT, depth=3)
-    p_CV = logits_CV.softmax(-1)
+    tokens_BP, counts_B, *_ = verify_tree(logits_CV[read_BT], tree, 0.7, random, seen_BTT, depth=3)
+    p_CV = (logits_CV / 0.7).softmax(-1)
     assert counts_B.max() == 4
     # Where a round gave one token, the next would be the target's.
     later_B = torch.multinomial(p_CV[tokens_BP[:, 0]], 1, generator=random)[:, 0]
@@ -330,9 +327,7 @@ def test_sampled_trees_keep_the_targets_distribution(way: str, adaptive: bool) -
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_what_does_not_count_is_neither_accepted_nor_a_chance(
-    target: TransformersModel, chain: bool
-) -> None:
+def test_what_does_not_count_is_no_chance_either(target: TransformersModel, chain: bool) -> None:
     """All drafts are right, and the first two of a row count."""
     drafter = Knowing(target, 1.0, chain=chain, counts_B=torch.full((4,), 2))
     decoded = speculate(EagerRunner(target, drafter), PROMPTS, EvalOptions(max_new_tokens=13))
@@ -386,9 +381,7 @@ WRONG: dict[str, tuple[bool, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_malformed_proposal_is_refused_by_the_drafters_name(
-    target: TransformersModel, name: str
-) -> None:
+def test_a_malformed_proposal_is_refused_by_its_name(target: TransformersModel, name: str) -> None:
     chain, change, said = WRONG[name]
     runner = EagerRunner(target, Knowing(target, 1.0, chain=chain, **change))
     with pytest.raises(DraftcoreError, match=rf"^Knowing.propose returned (.|\n)*{said}"):
@@ -420,10 +413,3 @@ def test_acceptance_counts_only_tokens_that_are_kept() -> None:
     assert report.break_even_length == pytest.approx(2.0)
     low, high = report.acceptance_length_95
     assert low <= report.acceptance_length <= high
-
-
-def test_the_report_is_written_as_json_and_as_a_picture(tmp_path: Path) -> None:
-    report_of((range(3), [1], [2]), num_drafts=2).write(tmp_path)
-    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-    data = json.loads((tmp_path / "report.json").read_text())
-    assert (data["acceptance_length"], data["break_even_length"]) == (2.0, 2.0)

@@ -102,9 +102,7 @@ def test_the_largest_logits_are_the_models_own(
         assert torch.equal(half["topk_logits"], found["topk_logits"].half())
 
 
-def test_embeddings_are_what_the_first_layer_is_given_of_a_model_that_scales_them_too(
-    tmp_path: Path,
-) -> None:
+def test_embeddings_are_what_the_first_layer_is_given_also_scaled(tmp_path: Path) -> None:
     tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     request, lengths_B = FeatureRequest((), False, "float32", embeddings=True), torch.tensor([9, 9])
     scaled = opened(tiny_target(tmp_path, "gemma2"))
@@ -160,9 +158,7 @@ def test_logits_are_scaled_and_capped_as_the_model_does(
     torch.testing.assert_close(given_BTV, own_BTV, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_with_a_bias_and_layers_that_give_several_streams_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_head_with_a_bias_and_layers_of_several_streams_are_refused(tmp_path: Path) -> None:
     """Algorithms are given the head's weight alone."""
     weights = tiny_target(tmp_path / "phi", "phi") / "model.safetensors"
     change(weights, **{"lm_head.bias": torch.linspace(-1, 1, 259)})
@@ -173,9 +169,7 @@ def test_a_head_with_a_bias_and_layers_that_give_several_streams_are_refused(
 
 
 @pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
-def test_quantised_weights_that_transformers_cannot_read_are_refused_by_name(
-    tmp_path: Path, method: str
-) -> None:
+def test_quantised_weights_that_cannot_be_read_are_refused(tmp_path: Path, method: str) -> None:
     """Of a method that it does not know it would take the integers for weights."""
     say(tiny_target(tmp_path) / "config.json", quantization_config={"quant_method": method})
     says = rf"quantised by {method}, cannot be read: .*\n.*\n  or inst"
