@@ -15,11 +15,11 @@ from typing import Any, cast
 import click
 
 from draftcore import listing
-from draftcore.errors import DraftcoreError, ExitStatus, UsageError
+from draftcore.errors import DraftcoreError, ExitStatus, UsageError, raised
 from draftcore.plugins.registry import Registry, load_plugins
 
 FILE = click.Path(path_type=Path)
-SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
+HINT = "\n  check the path, its permissions and the space there; --traceback shows who asked for it"
 STATUS = (
     f"Exit status: {ExitStatus.DONE} done, {ExitStatus.FAILED} failed, {ExitStatus.REFUSED} wrongly asked, "
     f"{ExitStatus.INTERRUPTED} stopped by Ctrl-C."
@@ -42,8 +42,7 @@ class Verbs(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         registry, (name, *rest) = _registry(ctx), args
-        verb = self.commands.get(name) or registry.find("verb", name).verbs[name]
-        return name, verb, rest
+        return name, self.commands.get(name) or registry.find("verb", name).verbs[name], rest
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -51,8 +50,8 @@ class Verbs(click.Group):
         except (DraftcoreError, OSError) as error:  # OSError: seldom our bug
             if ctx.params["traceback"] or isinstance(error, BrokenPipeError):
                 raise
-            system = f"{type(error).__name__}: {error}\n  {SYSTEM}"
-            click.echo(f"error: {system if isinstance(error, OSError) else error}", err=True)
+            text = raised(error) + HINT if isinstance(error, OSError) else error
+            click.echo(f"error: {text}", err=True)
             ctx.exit(getattr(error, "exit_status", ExitStatus.FAILED))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

@@ -21,12 +21,11 @@ from draftcore.uris import require_no_secret
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Few = Annotated[int, Field(ge=0, le=1000)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
-RESERVED = {"checkpoints", "data", "eval", "export", "logs", "metrics.jsonl", "queue.json"}
-RESERVED |= {"run.json", "secret", "scale.json", "comparison.png"}
+RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl"}
+RESERVED |= {"queue.json", "run.json", "secret", "scale.json", "comparison.png"}
 
 
 class Section(BaseModel):
@@ -101,7 +100,7 @@ class TrainConfig(TuningConfig):
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
     compile: Free[Literal["auto"] | bool] = Field("auto", description="auto: on CUDA if it repays")
     device: Free[str] = Field("auto", description="as target.device")
-    seed: Seed = 0
+    seed: int = Field(0, ge=0, lt=2**32)
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
     checkpoint_every: Free[Count] = Field(500, description="steps between checkpoints")
     keep_checkpoints: Free[Count] = 2
@@ -155,7 +154,7 @@ class RunConfig(Section):
             raise ValueError("set either algorithm, for one draft, or drafts, for several by label")
         if taken := RESERVED & self.drafts.keys():
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
-        if not self.run.name:
+        if not (self.run.name and str(self.run).isprintable()):
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
         others = self.topology.ranks > 1 or self.topology.producers > 0
         if self.topology.launcher != catalog.default("launcher") and not others:

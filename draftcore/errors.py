@@ -25,11 +25,19 @@ class DraftcoreError(Exception):
 
     exit_status: int = ExitStatus.FAILED
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class UsageError(DraftcoreError):
     """What the user asked for cannot be done as asked."""
 
     exit_status = ExitStatus.REFUSED
+
+
+def printable(text: str) -> str:
+    """Escape what would control a terminal, but for ends of lines: others name files and write data."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def one_line(value: object, max_length: int = 500) -> str:
@@ -44,7 +52,7 @@ def one_line(value: object, max_length: int = 500) -> str:
     if len(text) > max_length:
         text = f"{text[:max_length]} ... ({len(text)} characters)"
     text = " ".join(map(str.strip, text.splitlines()))
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return printable(text)
 
 
 def raised(error: BaseException) -> str:

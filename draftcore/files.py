@@ -13,15 +13,22 @@ from typing import Any
 
 import xxhash
 
-from draftcore.errors import DraftcoreError
+from draftcore.errors import DraftcoreError, UsageError
 
 EXPORT = "draftcore.json"  # the manifest of an export
 STEPS = "step-" + 8 * "[0-9]"  # checkpoints' folders; one of another name is not ours
 
 
+def regular(file: Path) -> Path:
+    """Return a file's path. Raises UsageError for a pipe, socket or device, which may have no end."""
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise UsageError(f"{file} is a pipe, a socket or a device\n  put a file in its place")
+    return file
+
+
 def no_link(path: str | Path, flags: int) -> int:
     """Open a file that is to be written; raises OSError for a link. For `opener` of `open`."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(regular(Path(path)), flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
@@ -43,7 +50,7 @@ def write_sealed(file: Path, data: Mapping[str, Any]) -> None:
 
 def read_sealed(file: Path) -> dict[str, Any]:
     """Read what `write_sealed` wrote; raises ValueError where it was altered since."""
-    whole = file.read_text(encoding="utf-8")
+    whole = regular(file).read_text(encoding="utf-8")
     text, _, seal = whole.rpartition('"digest"')
     if seal.strip(': "\n}') != xxhash.xxh3_128_hexdigest((file.name + text).encode()):
         raise ValueError("its digest is not that of what it holds")
@@ -52,7 +59,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
 
 def digest(file: Path) -> str:
     """Return the digest of a file's bytes; 10 GB/s from the page cache."""
-    with file.open("rb") as stream:
+    with regular(file).open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 

@@ -13,6 +13,7 @@ import yaml
 from yaml.error import MarkedYAMLError
 
 from draftcore.errors import UsageError, nearest
+from draftcore.files import regular
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -47,7 +48,7 @@ def _parse(text: str | TextIO) -> Any:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a mapping. Raises UsageError for a file that is missing, unreadable or anything else."""
     try:
-        with path.open(encoding="utf-8") as stream:
+        with regular(path).open(encoding="utf-8") as stream:
             data = _parse(stream)
     except (OSError, UnicodeDecodeError) as error:
         there = ", ".join(sorted(p.name for p in path.parent.glob("*.y*ml"))) or "none"
@@ -70,8 +71,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
         *parents, last = key.split(".", 9)
         section = data
         for parent in parents:
-            if section.get(parent) is None:
-                section[parent] = {}
+            section[parent] = {} if section.get(parent) is None else section[parent]
             section = section[parent]
             if not isinstance(section, dict):
                 raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import STEPS, digest, read_sealed, sync, write_atomic, write_sealed
+from draftcore.files import STEPS, digest, read_sealed, regular, sync, write_atomic, write_sealed
 from draftcore.plugins.dists import install
 from draftcore.plugins.registry import Registry
 from draftcore.training.optimizer import full, shard_like
@@ -96,7 +96,7 @@ class Checkpoint:
 
         def read() -> Tensors:
             _require_whole(self.folder / name)
-            tensors.update(load_file(self.folder / name))
+            tensors.update(load_file(regular(self.folder / name)))
             return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
         for key, like in ranks.on_rank0(read).items():
@@ -233,7 +233,7 @@ def _require_whole(file: Path) -> None:
     """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
     damaged = file.parent / MARK
     try:
-        manifest = json.loads(damaged.read_text())
+        manifest = json.loads(regular(damaged).read_text())
         if (found := manifest["format"]) != FORMAT:
             raise UsageError(
                 f"{damaged} has the format {found}, and this draftcore reads {FORMAT}\n"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftcore.contracts.algorithm import StepOutput
 from draftcore.errors import DraftcoreError
-from draftcore.files import no_link
+from draftcore.files import no_link, regular
 
 # Numerator and denominator of each metric, by name, and of each term of the loss, by number.
 Sums = dict[str | int, list[float]]
@@ -75,8 +75,8 @@ class MetricsLog:
     def __init__(self, file: Path, step: int) -> None:
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        old, lines = regular(file).read_text(errors="replace") if file.exists() else "", list[str]()
+        for line in old.splitlines():
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or not ours
                 if json.loads(line)["step"] <= step:
                     lines.append(f"{line}\n")

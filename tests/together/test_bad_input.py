@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import resource
 import shlex
 import shutil
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
+from click.testing import CliRunner
 from draftcore_sdk.targets import conversations, tiny_target
 
+from draftcore.cli import main
+from draftcore.plugins.registry import load_plugins
 from tests.forks import mount_small, start_process
 from tests.together.conftest import ODD
 
@@ -90,14 +96,95 @@ def test_what_cannot_be_done_is_refused_before_any_work_with_what_there_is(
 
 
 @pytest.mark.parametrize("key", ["channel", "store", "data.train"])
-def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(
-    project: Project, key: str
-) -> None:
+def test_a_password_in_a_uri_is_refused_never_shown_nor_kept(project: Project, key: str) -> None:
     uri = "redis://me:hunter2@host:6379?prefix=a"
     override = f"{key}=[{{source: '{uri}'}}]" if key == "data.train" else f"{key}={uri}"
     output = refused(project, "train", override, says=[f"{key}: its URI holds", "environment"])
     files = (file for file in project.run.rglob("*") if file.is_file())
     assert not any("hunter2" in text for text in (output, *(f.read_text() for f in files)))
+
+
+# ------------------------------------------------------------ files that are none, numbers, terminals
+
+NO_FILE = "is a pipe, a socket or a device\n  put a file in its place"
+ON, PLAIN = "train train.epochs=2", "eval --export run/plain"
+LAST = "run/checkpoints/step-00000006/"
+FILES = {
+    "run.yaml": "eval", "train.jsonl": ON, "eval.jsonl": "eval",
+    "a.jinja": f"{ON} data.chat_template=a.jinja",
+    "run/run.json": ON, "run/metrics.jsonl": "status", "run/queue.json": "status",
+    "run/data/train/lock": ON, "run/data/train/dataset.json": ON, "run/data/train/rows.bin": ON,
+    f"{LAST}COMPLETE": "eval", f"{LAST}state.json": "eval", f"{LAST}draft.safetensors": "eval",
+    "features/manifest.json": ON, "features/shard-*": ON,
+    "target/config.json": "eval", "target/model.safetensors": "eval", "target/tokenizer.json": "eval",
+    "run/export/draftcore.json": "eval --export run/export",
+    "run/plain/config.json": PLAIN, "run/plain/model.safetensors": PLAIN,
+}  # fmt: skip
+
+
+def test_what_is_no_file_is_refused_by_its_kind_in_the_place_of_each_that_is_read(
+    trained: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be waited for, or read, for ever."""
+    monkeypatch.chdir(trained.folder)
+    shutil.copytree(trained.config["target"]["path"], "target")
+    own = ("target.path=target", "store=file:features", "train.max_steps=9")
+    trained.cli("export")
+    shutil.copytree("run/export", "run/plain", ignore=shutil.ignore_patterns("draftcore.json"))
+    trained.cli("capture", *own)
+    for file, words in FILES.items():
+        place = max(Path().glob(file), default=Path(file))
+        there = place.exists() and place.rename(tmp_path / "aside")
+        os.mkfifo(place)
+        refused(trained, *shlex.split(words), *own, says=[f"{place.name} {NO_FILE}"])
+        place.unlink()
+        if there:
+            there.rename(place)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket.jsonl")
+        for data in ("socket.jsonl", "/dev/zero"):
+            refused(trained, "train", f"data.train={data}", says=[f"{data} {NO_FILE}"])
+
+
+def numbers(command: click.Command, *above: str) -> Iterator[list[str]]:
+    """Yield what gives nan to each option of a verb, and of those below it, that takes a number."""
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from numbers(inner, *above, name)
+    for option in command.params:
+        if isinstance(option.type, click.types.FloatParamType):
+            yield [*above, "run.yaml", option.opts[0], "nan"]
+
+
+def test_nan_is_no_number_of_any_verb(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.folder)
+    verbs = {name: verb for p in load_plugins().ready for name, verb in p.verbs.items()}
+    asked = [words for name, verb in verbs.items() for words in numbers(verb, name)]
+    assert {words[-2] for words in asked} >= {"--patience", "--temperature", "--seconds", "--lr"}
+    for words in asked:
+        out = ["--out", "a.jsonl", "--in-process"] * ("regenerate" in words)
+        result = CliRunner().invoke(main, [*words, *out])
+        assert (result.exit_code, "nan" in result.output) == (2, True), result.output
+    for key in ("train.lr", "train.rank_timeout", "eval.temperature", "data.max_skipped"):
+        refused(project, "eval", f"{key}=.nan", says=[key.partition(".")[2], "finite number"])
+
+
+def test_what_others_wrote_never_controls_the_terminal(project: Project, tmp_path: Path) -> None:
+    escape, shown = "\x1b[2J", "\\x1b[2J"
+    target = tiny_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "model_type": escape}))
+    (folder := tmp_path / "rows").mkdir()
+    (folder / f"{escape}.jsonl").write_text(
+        "{torn\n" + (project.folder / "train.jsonl").read_text()
+    )
+    label = f'drafts={{"a{escape}\\0": {{algorithm: {{name: eagle3}}}}}}'
+    for words in (["train", f"target.path={target}"], ["train", "algorithm=null", label]):
+        said = refused(project, *words, says=[shown])
+        assert not {"\x1b", "\0"} & set(said)
+    said = project.cli("capture", f"data.train={folder}").output
+    assert f"not valid JSON ({shown}.jsonl:1)" in said
+    assert "\x1b" not in said
 
 
 # ------------------------------------------------------------ the target and the data
@@ -109,6 +196,9 @@ def test_a_target_that_cannot_serve_says_what_it_lacks(
     """A model id that nobody has is told apart from a broken folder."""
     plain = tiny_target(tmp_path / "plain", chat_template=None)
     refused(project, "train", f"target.path={plain}", says=["chat template"])
+    narrow = tiny_target(tmp_path / "narrow", vocab_size=250, pad_token_id=None, eos_token_id=1)
+    small = ("algorithm.options.draft_vocab_size=99", f"target.path={narrow}")
+    refused(project, "train", *small, says=["wrote the token 257", "has 250 rows"])
     shallow = tiny_target(tmp_path / "shallow", num_hidden_layers=3)
     unset = "algorithm.options.layers=null"
     refused(project, "train", f"target.path={shallow}", unset, says=["layers"])
@@ -120,9 +210,7 @@ def test_a_target_that_cannot_serve_says_what_it_lacks(
     assert "huggingface.co" not in broken
 
 
-def test_data_without_anything_to_learn_is_refused_and_bad_rows_are_named_by_line(
-    project: Project,
-) -> None:
+def test_data_that_teaches_nothing_is_refused_and_bad_rows_are_named(project: Project) -> None:
     file = project.folder / "train.jsonl"
     rows = file.read_text()
     question = '{"messages": [{"role": "user", "content": "hello"}]}\n'
@@ -134,9 +222,7 @@ def test_data_without_anything_to_learn_is_refused_and_bad_rows_are_named_by_lin
     assert "train.jsonl:25" in project.cli("train", "train.max_steps=1").stderr
 
 
-def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(
-    project: Project, tmp_path: Path
-) -> None:
+def test_a_non_finite_gradient_names_the_sample_and_stops(project: Project, tmp_path: Path) -> None:
     """One sample's loss turns nan; the run stops before the update, and the others are innocent."""
     plugin = tmp_path / "poison.py"
     plugin.write_text(
@@ -224,9 +310,7 @@ def test_a_run_folder_that_is_a_file_is_named(project: Project) -> None:
     refused(project, "train", code=1, says=[str(project.run), "exists", "check the path"])
 
 
-def test_an_export_is_of_a_known_layout_in_an_empty_folder_and_read_from_one(
-    trained: Project,
-) -> None:
+def test_an_export_has_a_known_layout_and_an_empty_folder_and_is_read(trained: Project) -> None:
     """Where there is no room it leaves nothing: no file may be larger than 4 KiB here, which
 
     safetensors reports in an error of its own.

@@ -142,18 +142,21 @@ def _turns(row: Mapping[str, Any]) -> list[Any]:
 
 def _tokens(where: str, row: Mapping[str, Any]) -> Rendered:
     """Read a row that was rendered elsewhere, by its `loss_mask`, or by its `labels`."""
-    key = next((key for key in ("loss_mask", "labels") if row.get(key) is not None), "")
-    _require(key, "input_ids without loss_mask or labels")
-    ids, mask = _integers("input_ids", row["input_ids"]), _integers(key, row[key])
-    lengths = f"{len(ids)} and {len(mask)}"
-    _require(len(ids) == len(mask), "input_ids and its mask are not of one length", lengths)
-    learned = mask != (0 if key == "loss_mask" else IGNORED_LABEL)
-    if key == "loss_mask":
-        _require((mask == learned).all(), "a loss_mask has other numbers than 0 and 1")
-    else:
-        same = (mask == ids)[learned].all()
-        _require(same, "labels are not the tokens of input_ids at their own places")
-    return Rendered(where, ids.astype(np.int32), learned)
+    keys = [key for key in ("loss_mask", "labels") if row.get(key) is not None]
+    _require(keys, "input_ids without loss_mask or labels")
+    ids, masks = _integers("input_ids", row["input_ids"]), list[NDArray[np.bool_]]()
+    for key in keys:
+        mask = _integers(key, row[key])
+        lengths = f"{len(ids)} and {len(mask)}"
+        _require(len(ids) == len(mask), "input_ids and its mask are not of one length", lengths)
+        masks.append(learned := mask != (0 if key == "loss_mask" else IGNORED_LABEL))
+        if key == "loss_mask":
+            _require((mask == learned).all(), "a loss_mask has other numbers than 0 and 1")
+        else:
+            same = (mask == ids)[learned].all()
+            _require(same, "labels are not the tokens of input_ids at their own places")
+    _require((masks[0] == masks[-1]).all(), "labels and loss_mask contradict each other")
+    return Rendered(where, ids.astype(np.int32), masks[0])
 
 
 def _integers(key: str, values: Any) -> NDArray[np.int64]:
@@ -161,7 +164,8 @@ def _integers(key: str, values: Any) -> NDArray[np.int64]:
         numbers = np.array(values)
     except ValueError:  # a list of lists of several lengths
         numbers = np.array("")
-    fits = numbers.dtype.kind in "iub" and (np.abs(numbers) < 2**31).all()
+    kinds = "iub" if key == "loss_mask" else "iu"
+    fits = numbers.dtype.kind in kinds and (np.abs(numbers) < 2**31).all()
     _require(fits and numbers.ndim == 1, "a row of tokens is not a list of integers", key)
     return numbers.astype(np.int64)
 

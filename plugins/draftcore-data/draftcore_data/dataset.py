@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.contracts.run import Prompts
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, printable
 from draftcore.files import digest, no_link, read_sealed, sync, write_sealed
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered
 from draftcore_data.options import DataOptions, Sources
@@ -70,7 +70,7 @@ class DataReport:
             places = [bad.where for bad in self.skipped if bad.reason == reason]
             named = ", ".join(places[:3]) + (", ..." if count > 3 else "")
             lines.append(f"  {count:,} left out: {reason} ({named})")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def require_rows(self, share: float | str = "skip") -> None:
         """Raise UsageError if no row was kept, or more than a share cannot be used; one always may."""

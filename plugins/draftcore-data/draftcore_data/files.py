@@ -13,10 +13,14 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from draftcore.errors import UsageError, raised
+from draftcore.files import regular
 from draftcore.uris import parse_options
 from draftcore_data.source import Source
 from draftcore_data.sources import TABLE_SUFFIXES, content_key, lines_of, require_lines
 from draftcore_data.tables import open_table
+
+TORN = "it is torn, or packed otherwise than its name says: copy it, or pack it, anew"
+FAR = "check the name and what it takes to read it, or copy the file here and name that"
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class FarLines:
                         yield place, line
             except Exception as error:  # of compression, or of a file system: others wrote them
                 what = f"{file.path} cannot be read after {place}"
-                raise UsageError(f"{what}\n  {raised(error)}") from error
+                raise UsageError(f"{what}\n  {raised(error)}\n  {TORN}") from error
 
 
 def open_files(uri: str) -> Source:
@@ -66,7 +70,7 @@ def open_files(uri: str) -> Source:
     except UsageError:
         raise
     except Exception as error:  # of a file system, which others wrote
-        raise UsageError(f"cannot open {source}\n  {raised(error)}") from error
+        raise UsageError(f"cannot open {source}\n  {raised(error)}\n  {FAR}") from error
     if not files:
         raise UsageError(f"no such data: {source}\n  give a file, a glob, or a folder of *.jsonl")
     return FarLines(files)
@@ -79,6 +83,8 @@ def _files(name: str) -> list[Any]:
         found = [one for one in system.find(path) if ".jsonl" in os.path.basename(one)]
     else:
         found = [path] if system.isfile(path) else system.glob(path)
+    if isinstance(system, LocalFileSystem):
+        found = [str(regular(Path(one))) for one in found]
     packed = {one: fsspec.utils.infer_compression(one) for one in sorted(found)}
     if any(one.endswith(".zst") and how is None for one, how in packed.items()):
         raise ValueError("it needs the package zstandard: pip install zstandard")

@@ -12,7 +12,8 @@ from typing import Any
 from urllib.request import urlopen
 
 from draftcore.contracts.capture import Image, RowError
-from draftcore.errors import raised
+from draftcore.errors import UsageError, raised
+from draftcore.files import regular
 from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR
 
 
@@ -91,9 +92,13 @@ class OwnProcessor:
         images, pictures = list[Image](), list[Any]()
         for uri in uris:
             try:
-                data = urlopen(uri).read() if uri.startswith("data:") else Path(uri).read_bytes()
+                data = (
+                    urlopen(uri).read()
+                    if uri.startswith("data:")
+                    else regular(Path(uri)).read_bytes()
+                )
                 pictures.append(load_image(PIL.Image.open(io.BytesIO(data))))
-            except (OSError, ValueError, PIL.Image.DecompressionBombError) as error:
+            except (OSError, ValueError, UsageError, PIL.Image.DecompressionBombError) as error:
                 raise RowError(IMAGE_UNREAD, uri[:1000]) from error
             digest = hashlib.blake2b(identity.encode() + b"\0" + data, digest_size=16)
             images.append(Image(uri, digest.hexdigest()))

@@ -24,7 +24,7 @@ from draftcore import bind, load_config
 from draftcore.contracts.capture import RowError
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.files import hold, write_atomic
+from draftcore.files import hold, regular, write_atomic
 from draftcore.progress import Progress
 from draftcore_data.conversations import BadRow, Conversation, Message, Rendered, Row
 from draftcore_data.conversing import Answer, converse
@@ -81,7 +81,8 @@ def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFil
     )
     try:
         about, failed = path.with_name(path.name + ".settings.json"), failures_of(path)
-        then = json.loads(about.read_text()) if about.exists() and path.exists() else settings
+        there = regular(path).exists() and about.exists()
+        then = json.loads(regular(about).read_text()) if there else settings
         if differ := [key for key in {**settings, **then} if settings.get(key) != then.get(key)]:
             told = (f"  {k}: {then.get(k)!r} there, {settings.get(k)!r} now\n" for k in differ)
             raise UsageError(
@@ -91,7 +92,7 @@ def open_answers(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswersFil
         with open(path, "a+b") as stream:
             ids = read_ids(path, stream)
             write_atomic(about, json.dumps(dict(settings), indent=1))
-            with open(failed, "wb") as failures:
+            with open(regular(failed), "wb") as failures:
                 yield AnswersFile(ids, stream, failures)
             os.fsync(stream.fileno())
         if not failed.stat().st_size:

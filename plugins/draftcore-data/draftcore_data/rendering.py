@@ -24,6 +24,7 @@ first character does.
 In the code, `Renderer._find_answers` chooses: `_find_spans` writes one text and finds all answers in
 it, by `_marked_spans` or by a `_Turn` for each; where that loses or cannot place one,
 `_split_per_answer` writes a text for each, by `_join_prompt_and_answer` where no text has both.
+`_find_in_parts` does what `_find_spans` does for a long conversation, where the template allows it.
 Whoever changes what is rendered raises `FORMAT`.
 """
 
@@ -45,6 +46,7 @@ import numpy as np
 
 from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.errors import UsageError
+from draftcore.files import regular
 from draftcore_data.conversations import (
     REASONING,
     BadRow,
@@ -71,6 +73,8 @@ PROBE = "\ue0d7\ue0d8\ue0d9"
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 ROWS_PER_CALL = 256  # of the tokenizer
+LONG = 64  # messages of a conversation whose answers are found in parts of it
+PART = 16  # messages of such a part, or a few more
 NOT_PLACED = "an assistant turn cannot be placed exactly in the rendered text"
 # What a row's notes say.
 REASONING_LOST = "reasoning of {:,} answers is not in the rendered text"
@@ -113,8 +117,8 @@ class Layout:
             return BadRow(self.where, "the target's processor makes other tokens of the text")
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         mask = np.zeros(len(starts), bool)
-        for start, end in self.spans:
-            mask |= (starts >= start) & (starts < end)
+        for first, last in np.searchsorted(starts, np.array(self.spans, np.int64).reshape(-1, 2)):
+            mask[first:last] = True
         ids = np.array(encoding.ids, np.int32)
         return Rendered(self.where, ids, mask, self.notes, self.images)
 
@@ -135,6 +139,7 @@ class Renderer:
         processor: ImageProcessor | None = None,
     ) -> None:
         config, self.processor = config or DataOptions(), processor
+        self._longest = config.max_length
         self._last_turn_only, self._options = config.last_turn_only, dict(config.template_options)
         self._template = _chat_template(tokenizer, config.chat_template)
         self._specials, self._vocabulary = tokenizer.special_tokens_map, len(tokenizer)
@@ -197,6 +202,10 @@ class Renderer:
             roles = ", ".join(message["role"] for message in row.messages)
             reason = "no assistant turn" + " to learn" * bool(turns)
             return [BadRow(row.where, reason, f"roles {roles}")]
+        if len(row.messages) > LONG:
+            if layout := self._find_in_parts(row, chosen):
+                return [layout]
+            row, chosen = self._cut_beyond_longest(row, chosen)
         whole: Layout | BadRow
         try:
             whole = self._find_spans(row, chosen)
@@ -225,10 +234,13 @@ class Renderer:
         Raises `RowError` for a turn that cannot be found.
         """
         text, marked = self.render_text(row.messages, row.tools)
-        if self._has_markers:
-            spans = self._marked_spans(row, turns, text, marked)
-        else:
-            spans = [_Turn(self, text, row, turn).span() for turn in turns]
+        return self._layout(row, turns, text, self._spans_in(row, turns, text, marked))
+
+    def _layout(
+        self, row: Conversation, turns: Sequence[int], text: str, spans: Sequence[Span]
+    ) -> Layout:
+        """Return a text with the answers in it, and what it lacks of them. Raises `RowError` for one of
+        which nothing is there."""
         written = [text[start:end] for start, end in spans]
         if len(written) != len(turns):  # markers need not enclose each turn once
             written = ["".join(written)] * len(turns)
@@ -238,6 +250,80 @@ class Renderer:
             for note in self._lost_parts(turn, row.messages[turn], answer)
         )
         return Layout(row.where, text, spans, lost, row.images)
+
+    def _spans_in(
+        self, row: Conversation, turns: Sequence[int], text: str, marked: list[Span]
+    ) -> list[Span]:
+        if self._has_markers:
+            return self._marked_spans(row, turns, text, marked)
+        return [_Turn(self, text, row, turn).span() for turn in turns]
+
+    def _find_in_parts(self, row: Conversation, turns: Sequence[int]) -> Layout | None:
+        """Used for a long conversation: find its answers in parts of it, in time that grows as it does.
+
+        A part is written behind the conversation's first answer, and before the message that follows it.
+        None where these texts, put together, are not the whole text, and where an answer is lost.
+        """
+        messages, spans, questions = row.messages, list[Span](), _questions(row.messages)
+        cuts = questions[:1]
+        for at in questions:
+            if at - cuts[-1] >= PART:
+                cuts.append(at)
+        if not cuts:
+            return None
+        first = messages[: cuts[0]]
+        try:
+            text, _ = self.render_text(messages, row.tools)
+            head, _ = self._written_after(first, messages[cuts[0]], row.tools)
+            place = len(head)  # of a part's own text in the whole one
+            if not text.startswith(head):
+                return None
+            for start, end in itertools.pairwise([*cuts, len(messages)]):
+                follows = messages[end : end + 1]
+                part = replace(row, messages=(*first, *messages[start:end], *follows))
+                shown, marked = self.render_text(part.messages, row.tools)
+                after = self._written_after(first, follows[0], row.tools) if follows else ("", "")
+                own = shown[len(head) : len(shown) - len(after[1])]
+                fits = shown.startswith(head) and shown.endswith(after[1])
+                if not (fits and text.startswith(own, place)):
+                    return None
+                shift = start - len(first)  # of its messages
+                inside = [turn - shift for turn in turns if start * (shift > 0) <= turn < end]
+                found = self._spans_in(part, inside, shown, marked)
+                spans += [(a + place - len(head), b + place - len(head)) for a, b in found]
+                place, head = place + len(own), after[0]
+            layout = self._layout(row, turns, text, spans)
+        except RowError:
+            return None
+        return layout if place == len(text) and not layout.notes else None
+
+    def _written_after(
+        self, first: Sequence[Message], message: Message, tools: Tools
+    ) -> tuple[str, str]:
+        """Return what is written before a message's content where it follows these, and from there on."""
+        text = self.render_text([*first, message], tools)[0]
+        same = _common(text, self.render_text([*first, {**message, "content": PROBE}], tools)[0])
+        return text[:same], text[same:]
+
+    def _cut_beyond_longest(
+        self, row: Conversation, turns: list[int]
+    ) -> tuple[Conversation, list[int]]:
+        """Cut a long conversation behind the first answer whose prompt alone is longer than any row.
+
+        All later ones are, too, and time grows as the square of what is looked at.
+        """
+        count = LONG
+        for at in _questions(row.messages):
+            if at < count:
+                continue
+            count = at * 3 // 2
+            with contextlib.suppress(RowError):
+                text, _ = self.render_text(row.messages[: at + 1], row.tools)
+                if len(self._backend.encode(text, add_special_tokens=False).ids) > self._longest:
+                    last = next((turn for turn in turns if turn > at), len(row.messages))
+                    cut = replace(row, messages=row.messages[: last + 1])
+                    return cut, [turn for turn in turns if turn <= last]
+        return row, turns
 
     def _marked_spans(
         self, row: Conversation, turns: Sequence[int], text: str, marked: list[Span]
@@ -365,8 +451,7 @@ class Renderer:
         ignored = prompt == asked and before.startswith(prompt)
         header = before[len(prompt) :].rstrip(" ") if ignored else ""
         self._missing_header = header if header.strip() else ""
-        same = next((i for i, char in enumerate(prompt) if asked[i : i + 1] != char), len(prompt))
-        self.header = prompt[same:] + self._missing_header
+        self.header = prompt[_common(prompt, asked) :] + self._missing_header
         self.opening = before.rpartition(self.header)[2] if self.header else ""
         call = {"type": "function", "function": {"name": PROBE, "arguments": {PROBE: PROBE}}}
         called = [*question, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -508,6 +593,18 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _questions(messages: Sequence[Message]) -> list[int]:
+    """Return the places of the messages that follow an answer and are none."""
+    roles = [message["role"] == "assistant" for message in messages]
+    return [at for at in range(1, len(roles)) if roles[at - 1] > roles[at]]
+
+
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
     return [at for at, message in enumerate(messages) if message["role"] == "assistant"]
 
@@ -518,9 +615,7 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 def _chat_template(tokenizer: PreTrainedTokenizerFast, file: str | None) -> str:
     if file is not None:
         try:
-            if Path(file).is_fifo() or Path(file).is_char_device():
-                raise OSError("it is no file")
-            return Path(file).read_text(encoding="utf-8")
+            return regular(Path(file)).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(f"data.chat_template: {file} cannot be read\n  {error}") from error
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from draftcore.contracts.run import OpenRun
+from draftcore.errors import printable
 from draftcore_data.dataset import Dataset
 
 Part = tuple[str, bool]  # text, and whether it is learned
@@ -50,11 +51,6 @@ def rows_of(dataset: Dataset, tokenizer: Any, rows: Iterable[int]) -> Iterator[R
         parts = zip(np.split(ids, edges), np.split(mask, edges), strict=True)
         texts = [(tokenizer.decode(part.tolist()), bool(on[0])) for part, on in parts]
         yield Row(len(ids), int(mask.sum()), [(printable(text), on) for text, on in texts])
-
-
-def printable(text: str) -> str:
-    """Escape what would control a terminal: data is written by others."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def figures(run: OpenRun, dataset: Dataset) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from draftcore.errors import UsageError, nearest
+from draftcore.files import regular
 from draftcore_data.conversations import Row, parse_row
 from draftcore_data.options import Sources
 from draftcore_data.source import Source
@@ -58,7 +59,7 @@ class JsonLines:
     def rows(self) -> Iterator[tuple[str, Any]]:
         above = os.path.commonpath([file.parent for file in self.files])
         for file in self.files:
-            with file.open("rb") as lines:
+            with regular(file).open("rb") as lines:
                 yield from lines_of(str(file), above, lines)
 
 
@@ -66,7 +67,7 @@ def content_key(files: Iterable[str | Path]) -> str:
     """Return what changes when the content of a file on this machine does."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with open(file, "rb") as stream:
+        with regular(Path(file)).open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
     return digest.hexdigest()
 
@@ -84,13 +85,11 @@ def lines_of(file: str, above: str, lines: Iterable[bytes]) -> Iterator[tuple[st
 def _files(name: str) -> list[Path]:
     """Return the files that a path, a folder or a glob names, in the order of their names."""
     path = Path(name).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        found = map(Path, glob.glob(str(path), recursive=True))
-        return sorted(file for file in found if file.is_file())  # no pipe, which might never end
-    files = path.rglob("*")
-    return sorted(file for file in files if ".jsonl" in file.name or file.suffix in TABLE_SUFFIXES)
+    files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
+    if path.is_dir():
+        among = path.rglob("*")
+        files = [f for f in among if ".jsonl" in f.name or f.suffix in TABLE_SUFFIXES]
+    return sorted(file for file in files if regular(file).is_file())
 
 
 def open_lines(uri: str) -> JsonLines:
@@ -104,7 +103,7 @@ def open_lines(uri: str) -> JsonLines:
             "  hf:org/name?split=train"
         )
     try:
-        with files[0].open("rb") as stream:
+        with regular(files[0]).open("rb") as stream:
             require_lines(str(files[0]), stream.read(64))
     except OSError as error:
         raise UsageError(f"cannot open {name}\n  {error}") from error

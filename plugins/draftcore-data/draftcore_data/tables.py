@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.errors import UsageError, nearest
+from draftcore.files import regular
 from draftcore.uris import parse_options
 from draftcore_data.conversations import ROW_KEYS
 from draftcore_data.sources import content_key
@@ -57,7 +58,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
     """Return the files of a table, or those of its split: train-00000.parquet, train/data-0.arrow."""
     # What `datasets` saves is called data-*.arrow or dataset.arrow; cache-*.arrow is something else.
     found = itertools.chain(path.rglob("*.parquet"), path.rglob("data*.arrow"))
-    files = [path] if path.is_file() else sorted(found)
+    files = list(map(regular, [path] if path.is_file() else sorted(found)))
     if (path / "state.json").is_file():
         return files  # one saved table, which has no splits
     if (path / "dataset_dict.json").is_file():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore.files import STEPS
+from draftcore.files import STEPS, regular
 
 QUEUE = "queue.json"  # in a run's folder: where the trainer's queue is reached, while it is
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
@@ -48,7 +48,7 @@ class Job:
     def wanted(self) -> int:
         """Return how many producers there should be now: the file SCALE in the folder may say it."""
         try:
-            return int(json.loads((self.folder / SCALE).read_text())["producers"])
+            return int(json.loads(regular(self.folder / SCALE).read_text())["producers"])
         except (OSError, ValueError, TypeError, KeyError):
             return self.producers
 

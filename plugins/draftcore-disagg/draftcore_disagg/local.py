@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore.files import no_link
+from draftcore.files import no_link, regular
 from draftcore_disagg.launcher import MEETING, Job, verdict
 
 PR_SET_PDEATHSIG = 1
@@ -72,7 +72,7 @@ class Child:
         """The last lines of its log, for an error."""
         if self.log is None or not self.log.exists():
             return ""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
+        text = regular(self.log).read_text(encoding="utf-8", errors="replace")
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
 

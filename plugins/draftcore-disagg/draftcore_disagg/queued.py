@@ -16,7 +16,7 @@ from draftcore.contracts.offers import Bound
 from draftcore.contracts.run import Loaded, Needed, OpenRun, RunEnded
 from draftcore.contracts.store import FeatureStore, StoreAway, StoreError
 from draftcore.errors import UsageError
-from draftcore.files import write_atomic
+from draftcore.files import regular, write_atomic
 from draftcore.uris import format_size
 from draftcore_disagg.channel import PATIENCE, Channel, Task
 from draftcore_disagg.launcher import QUEUE
@@ -37,7 +37,7 @@ def queue_file(run: OpenRun) -> Path:
 def queue_address(run: OpenRun) -> str:
     """Return where the trainer's queue is; '' while there is none, or its file is not whole."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        return str(json.loads(queue_file(run).read_text())["address"])
+        return str(json.loads(regular(queue_file(run)).read_text())["address"])
     return ""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from draftcore.errors import UsageError
+from draftcore.files import regular
 
 SHORTEST = 16  # characters
 
@@ -34,7 +35,7 @@ def secret(folder: Path) -> str:
                 f"{file} may be read by others, who could join the run\n"
                 "  delete it, chmod 600 it, or set DRAFTCORE_SECRET"
             )
-        text = file.read_text()
+        text = regular(file).read_text()
     if len(text) < SHORTEST:
         raise UsageError(
             f"{place} holds {len(text)} characters, which can be guessed: a secret has {SHORTEST} or more\n"

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftcore.contracts.run import OpenRun
 from draftcore.errors import DraftcoreError
+from draftcore.files import regular
 from draftcore.uris import format_size
 from draftcore_disagg.queue import RemoteQueue
 from draftcore_disagg.queued import open_channel, queue_address
@@ -58,7 +59,7 @@ def latest(file: Path) -> list[dict[str, Any]]:
     """Return the last steps of a draft's metrics."""
     steps = list[dict[str, Any]]()
     with suppress(OSError):
-        for line in file.read_text(errors="replace").splitlines()[-LATEST:]:
+        for line in regular(file).read_text(errors="replace").splitlines()[-LATEST:]:
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # torn, or no step's
                 step = json.loads(line)
                 figures = all(isinstance(step[name], int | float) for name in FIGURES)

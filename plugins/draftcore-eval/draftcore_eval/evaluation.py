@@ -13,7 +13,7 @@ from typing import Any
 from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.algorithm import Draft
-from draftcore.contracts.run import OpenDraft, OpenRun
+from draftcore.contracts.run import OpenDraft, OpenRun, Prompts
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.progress import Progress
 from draftcore_eval.decode import evaluate_prompts
@@ -49,6 +49,17 @@ class Decoding:
         runner: DecodeRunner = self.runner.decode(model, drafter, built.module)
         return runner
 
+    def prompts(self, limit: int) -> Prompts:
+        """Read the eval prompts. Raises UsageError where one and its answer are too long."""
+        prompts, more = self.run.data.prompts(limit), self.options.max_new_tokens
+        room = getattr(self.run.target.text_config, "max_position_embeddings", None)
+        if room is not None and (need := max(map(len, prompts.token_ids)) + more) > room:
+            raise UsageError(
+                f"the longest prompt and eval.max_new_tokens={more} take {need} positions, and the target "
+                f"has {room}\n  lower eval.max_new_tokens or data.max_length"
+            )
+        return prompts
+
     def evaluate(self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]) -> Report:
         """Decode the eval prompts with a draft, for real.
 
@@ -56,7 +67,7 @@ class Decoding:
         than the rows that the draft was trained on; DraftcoreError where nothing was drafted.
         """
         run, options = self.run, self.options
-        prompts = run.data.prompts(options.prompts or 0)
+        prompts = self.prompts(options.prompts or 0)
         then, now = origin.get("chat_template"), prompts.about.get("chat_template")
         if then and now and then != now:
             raise UsageError(
@@ -65,12 +76,6 @@ class Decoding:
                 "  set data.chat_template and data.template_options as in the run that trained it"
             )
         ids = prompts.token_ids
-        room = getattr(run.target.text_config, "max_position_embeddings", None)
-        if room is not None and (need := max(map(len, ids)) + options.max_new_tokens) > room:
-            raise UsageError(
-                f"the longest prompt and eval.max_new_tokens={options.max_new_tokens} take {need} positions, "
-                f"and the target has {room}\n  lower eval.max_new_tokens or data.max_length"
-            )
         device = run.target.load_model().device
         built.module.to(device).eval()
         with Progress(len(ids), verb="decoding", every=options.batch) as progress:
@@ -116,7 +121,7 @@ class Decoding:
             raise UsageError(
                 "a target that several devices share cannot decode: set train.eval_prompts=0"
             )
-        prompts = functools.cache(lambda: self.run.data.prompts(draft.config.train.eval_prompts))
+        prompts = functools.cache(lambda: self.prompts(draft.config.train.eval_prompts))
         kept: list[tuple[Draft, DecodeRunner]] = []
 
         def measure(built: Draft) -> dict[str, float]:

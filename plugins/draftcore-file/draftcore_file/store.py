@@ -38,7 +38,7 @@ from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.errors import UsageError
-from draftcore.files import read_sealed, sync, write_sealed
+from draftcore.files import read_sealed, regular, sync, write_sealed
 from draftcore.uris import parse_uri
 from draftcore_file.base import BaseStore, Tensors, bytes_of, writing
 
@@ -241,7 +241,7 @@ class FileStore(BaseStore):
         """Open a shard; yield it and its samples. Raises StoreError where it is not what was put."""
         path, common = self.folder / name, {"generation": name[6:38], "uri": self.uri}
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular(path), framework="pt") as file:
                 metadata = file.metadata() or {}
                 text = metadata.get("samples", "")
                 if xxhash.xxh3_64_hexdigest(text.encode()) != metadata.get("xxh3"):

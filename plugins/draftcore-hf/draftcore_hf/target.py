@@ -23,8 +23,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from transformers.utils import logging as transformers_logging
 from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 from draftcore.contracts.target import PrefillRunner, TargetCache, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import write_atomic
+from draftcore.files import regular, write_atomic
 from draftcore.tensors import resolve_device
 from draftcore.uris import format_size
 
@@ -137,11 +137,12 @@ class TransformersTarget:
     def fingerprint(self) -> str:
         """Digest of weights, config and tokenizer. The chat template is left out: it belongs to the data.
 
-        Files of a Hub cache are known by their blobs' names, which are SHA-256 digests. Any other
-        file is read once, and its digest kept in the user's cache folder while the file is the same.
+        Files of a Hub cache are known by their blobs' names, which are SHA-256 digests and are compared
+        when weights are loaded. Any other file is read once, and its digest kept in the user's cache
+        folder while the file is the same.
         """
         if not self._fingerprint:
-            files = [str(fetch(self, "config.json")), *sorted({*self._weight_files().values()})]
+            files = [str(fetch(self, "config.json")), *sorted({*self.weight_files().values()})]
             parts = [file_digest(Path(file)) for file in files]
             parts.append(self.load_tokenizer().backend_tokenizer.to_str())
             text = json.dumps(parts).encode()
@@ -149,9 +150,9 @@ class TransformersTarget:
         return self._fingerprint
 
     def weight_bytes(self) -> int:
-        return sum(Path(file).stat().st_size for file in set(self._weight_files().values()))
+        return sum(Path(file).stat().st_size for file in set(self.weight_files().values()))
 
-    def _weight_files(self) -> dict[str, str]:
+    def weight_files(self) -> dict[str, str]:
         """Map the names of tensors to their safetensors files, downloaded if they have to be."""
         if self._files:
             return self._files
@@ -161,7 +162,7 @@ class TransformersTarget:
                 local = {file: str(fetch(self, file)) for file in set(names.values())}
                 self._files = {name: local[file] for name, file in names.items()}
             elif single := fetch(self, "model.safetensors"):
-                with safe_open(single, framework="pt") as tensors:
+                with safe_open(regular(Path(single)), framework="pt") as tensors:
                     self._files = dict.fromkeys(tensors.keys(), single)
         if not self._files:
             raise DraftcoreError(
@@ -172,7 +173,7 @@ class TransformersTarget:
 
     def _read(self, modules: Sequence[str]) -> Tensor:
         """Read the weight of the first of these; of several, the outermost: MTP layers have their own."""
-        files, shape = self._weight_files(), (self.vocab_size, int(self.text_config.hidden_size))
+        files, shape = self.weight_files(), (self.vocab_size, int(self.text_config.hidden_size))
         outermost = sorted(files, key=lambda name: name.count("."))
         names = [n for m in modules for n in outermost if f".{n}".endswith(f".{m}.weight")]
         if not names:
@@ -182,7 +183,10 @@ class TransformersTarget:
                 "  draftcore reads the embedding and the head from the model's safetensors files"
             )
         name, file = names[0], files[names[0]]
-        with read_target(self.path, file), safe_open(file, framework="pt") as tensors:
+        with (
+            read_target(self.path, file),
+            safe_open(regular(Path(file)), framework="pt") as tensors,
+        ):
             tensor: Tensor = tensors.get_tensor(name)
             if tensor.shape != shape:
                 stored = (*tensor.shape,)
@@ -210,6 +214,8 @@ def fetch(target: TargetSpec, file: str) -> str | None:
 def read_target(path: str, what: str) -> Iterator[None]:
     """Turn whatever a library raises over a target's files into a UsageError that says what to do."""
     try:
+        for file in Path(path).glob("*"):
+            regular(file)
         yield
     except DraftcoreError:
         raise
@@ -231,11 +237,19 @@ def read_target(path: str, what: str) -> Iterator[None]:
         ) from error
 
 
+def is_blob(real: Path) -> bool:
+    """Say whether a file lies in a Hub cache under its SHA-256, as all large ones do."""
+    return real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name) is not None
+
+
 def file_digest(file: Path) -> str:
-    """Return a file's SHA-256; that of a large file is cached by its path, size and time of change."""
+    """Return a file's SHA-256, by which a Hub cache names it."""
     real = file.resolve()
-    if real.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", real.name):
-        return real.name
+    return real.name if is_blob(real) else read_digest(real)
+
+
+def read_digest(real: Path) -> str:
+    """Read a file for its SHA-256; that of a large one is kept by its path, size and time of change."""
     status = real.stat()
     identity = f"{real} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -245,7 +259,7 @@ def file_digest(file: Path) -> str:
     if large := status.st_size > SLOW_DIGEST_BYTES:
         size = format_size(status.st_size)
         print(f"reading {real} once for its digest, {size}", file=sys.stderr, flush=True)
-    with real.open("rb") as stream:
+    with regular(real).open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if large:
         with contextlib.suppress(OSError):  # a home that cannot be written costs time alone
@@ -253,7 +267,22 @@ def file_digest(file: Path) -> str:
     return digest
 
 
-def load_weights(spec: TargetSpec, parts: int) -> Any:
+@contextlib.contextmanager
+def digested_beside(files: Iterable[str]) -> Iterator[None]:
+    """Digest those of some files that a Hub cache has while they are loaded here.
+
+    Raises ValueError where one is not what its name says.
+    """
+    blobs = [real for real in {Path(file).resolve() for file in files} if is_blob(real)]
+    with ThreadPoolExecutor(4) as pool:
+        digests = [pool.submit(read_digest, real) for real in blobs]
+        yield
+    for real, digest in zip(blobs, digests, strict=True):
+        if digest.result() != real.name:
+            raise ValueError(f"{real} is damaged: its name is its SHA-256, and that is another")
+
+
+def load_weights(spec: TransformersTarget, parts: int) -> Any:
     """Load a target by transformers, or the part of it that this process has of several.
 
     Raises UsageError where transformers would go on with weights that are not the target's.
@@ -263,7 +292,11 @@ def load_weights(spec: TargetSpec, parts: int) -> Any:
     what = f"weights, quantised by {method}," if method else "weights"
     what = f"weights, shared by {parts} devices," if parts > 1 else what
     kind = "AutoModelForImageTextToText" if spec.is_multimodal else "AutoModelForCausalLM"
-    with read_target(spec.path, what):
+    first = parts == 1 or os.environ["RANK"] == "0"  # the others load the same files
+    with (
+        read_target(spec.path, what),
+        digested_beside(spec.weight_files().values() if first else ()),
+    ):
         if (heads := getattr(spec.text_config, "num_key_value_heads", 0) or 0) % parts:
             raise ValueError(f"it has {heads} heads of keys, no multiple of {parts}")
         model, report = getattr(modeling_auto, kind).from_pretrained(
@@ -286,8 +319,9 @@ def load_weights(spec: TargetSpec, parts: int) -> Any:
 class TransformersModel:
     """Runs the target, frozen; the contract says what each method does."""
 
-    def __init__(self, spec: TargetSpec, parts: int = 1) -> None:
-        self.spec, self.device, self.dtype = spec, resolve_device(spec.device), spec.dtype
+    def __init__(self, spec: TransformersTarget, parts: int = 1) -> None:
+        self.spec: TargetSpec = spec
+        self.device, self.dtype = resolve_device(spec.device), spec.dtype
         self.model: Any = load_weights(spec, parts)
         with read_target(spec.path, "generation_config.json"):
             if file := fetch(spec, "generation_config.json"):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError, nearest
+from draftcore.files import regular
 
 FLOOR = 1e-6  # probabilities below it are not told apart
 Shapes = Mapping[str, tuple[int, ...]]
@@ -174,7 +175,7 @@ def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[s
     if not file.is_file() or not weights:
         lacking = "config.json" if not file.is_file() else "*.safetensors"
         raise UsageError(f"{folder} holds no {lacking}\n  give a folder that `export` wrote")
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(regular(file).read_text(encoding="utf-8"))
     found = config.get("architectures") or []
     if architecture not in found:
         raise UnservableError(
@@ -183,7 +184,7 @@ def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[s
         )
     read_rope(config)  # raises where its two spellings differ
     try:
-        tensors = {name: t for part in weights for name, t in load_file(part).items()}
+        tensors = {name: t for part in weights for name, t in load_file(regular(part)).items()}
     except SafetensorError as error:
         raise UnservableError(f"the tensors in {folder} cannot be read: {error}") from None
     return config, {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}

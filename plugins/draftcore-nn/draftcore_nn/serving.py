@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftcore.errors import DraftcoreError, UsageError, nearest
+from draftcore.files import regular
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -62,7 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json's content; raises UsageError where there is none."""
     file = folder / "config.json"
     try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(regular(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(
             f"no draft at {folder}: it has no config.json\n"
@@ -154,7 +155,7 @@ def read_tensors(folder: Path, renamed: Mapping[str, str]) -> dict[str, Tensor]:
     found = {}
     for file in files:
         try:
-            tensors = load_file(file)
+            tensors = load_file(regular(file))
         except SafetensorError as error:
             raise UsageError(f"{file} is damaged: {error}\n  use the complete draft") from None
         for name, tensor in tensors.items():

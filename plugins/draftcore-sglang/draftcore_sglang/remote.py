@@ -44,6 +44,7 @@ from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreAway, StoreFull
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError, one_line
+from draftcore.files import regular
 from draftcore.stopping import asked_to_stop
 from draftcore_sglang import plain, selftest
 from draftcore_sglang.client import Server, ServerAway, Servers
@@ -441,7 +442,7 @@ def png(uri: str) -> str:
     import PIL.Image
     from transformers.image_utils import load_image
 
-    data = urlopen(uri).read() if uri.startswith("data:") else Path(uri).read_bytes()
+    data = urlopen(uri).read() if uri.startswith("data:") else regular(Path(uri)).read_bytes()
     file = io.BytesIO()
     load_image(PIL.Image.open(io.BytesIO(data))).save(file, "png", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -30,6 +30,7 @@ from typing import Any
 from draftcore_disagg.channel import PATIENCE, ChannelAway, Client, Json, Service, to_bytes
 
 from draftcore.errors import UsageError
+from draftcore.files import regular
 from draftcore.uris import parse_uri
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,9 @@ class Lines:
 
     def read(self) -> Json | None:
         """Return the next line's message, None while that is not there."""
-        with self.path(self.segment).open("rb") as stream:  # anew: so a mount shows what is new
+        with regular(self.path(self.segment)).open(
+            "rb"
+        ) as stream:  # anew: so a mount shows what is new
             stream.seek(self.at)
             line = stream.readline(LONGEST)
         if line == NEXT:
@@ -153,7 +156,7 @@ class DirChannel:
     def head(self) -> str:
         """Return the START of the trainer of now, '' while there is none. Raises OSError."""
         try:
-            line = (self.folder / "head.json").read_bytes()
+            line = regular(self.folder / "head.json").read_bytes()
         except FileNotFoundError:
             return ""
         head = unseal(self.key, 0, line)
