@@ -129,8 +129,7 @@ def open_run(
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch's own place for compiled code is a name in /tmp that any user can make first.
-    compiled = Path.home() / ".cache/draftcore/inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{Path.home()}/.cache/draftcore/inductor")
     from draftcore.run import Run
     from draftcore.training.ranks import join
 

@@ -51,8 +51,7 @@ def one_line(value: object, max_length: int = 500) -> str:
         text = f"(it has no text: that raises {type(error).__name__})"
     if len(text) > max_length:
         text = f"{text[:max_length]} ... ({len(text)} characters)"
-    text = " ".join(map(str.strip, text.splitlines()))
-    return printable(text)
+    return printable(" ".join(map(str.strip, text.splitlines())))
 
 
 def raised(error: BaseException) -> str:

@@ -28,16 +28,10 @@ class Progress(RichProgress):
         self, total: int, done: int = 0, verb: str = "training", *, every: int = 0,
         shown: bool = True, status_line: Callable[[], str] = str,
     ) -> None:  # fmt: skip
-        super().__init__(
-            "{task.description}",
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            "{task.fields[note]}",
-            StatusLine(status_line),
-            console=(console := Console(stderr=True)),
-            disable=not (shown and console.is_terminal),
-        )
+        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        more, console = ("{task.fields[note]}", StatusLine(status_line)), Console(stderr=True)
+        hidden = not (shown and console.is_terminal)
+        super().__init__(*columns, *more, console=console, disable=hidden)
         self.task = self.add_task(verb, total=total, completed=done, note="")
         self.shown, self.total, self.status_line = shown, total, status_line
         self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)

@@ -111,8 +111,7 @@ class Registry:
     def named(self, name: str) -> Plugin:
         """Return the plugin of this name. Raises UsageError unless it is ready."""
         same = self.judged(lambda plugin: plugin.name == name)
-        usable = [plugin for plugin in same if not plugin.problem]
-        if len(usable) == 1:
+        if len(usable := [plugin for plugin in same if not plugin.problem]) == 1:
             return usable[0]
         raise self._refusal("plugin", name, same, [plugin.name for plugin in self.installed])
 
@@ -138,8 +137,7 @@ class Registry:
 
         Asked are loose files, our own dists and what is imported already: nobody chose the others.
         """
-        owner = catalog.owners(kind)
-        ours = set(owner.values())
+        ours = set((owner := catalog.owners(kind)).values())
         asked = self.judged(lambda p: p.loose or p.dist in ours or p.state != "found")
         return {
             offer.name: offer.capabilities
@@ -188,8 +186,8 @@ def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) 
         plugin.state, plugin.problem, plugin.fix = "disabled", "left out", f"{DISABLE} names it"
     names = {plugin.name for plugin in foreign}
     for name in sorted(disabled - names):
-        problem = f"{DISABLE} names no plugin: {one_line(name)}{nearest(name, names)}"
-        print(f"warning: {problem}", file=sys.stderr)
+        what = f"{DISABLE} names no plugin: {one_line(name)}{nearest(name, names)}"
+        print("warning:", what, file=sys.stderr)
     return Registry(sorted(plugins, key=lambda plugin: (plugin.name, plugin.dist)))
 
 
@@ -303,9 +301,9 @@ def _answers(plugin: Plugin, hook: str, kind: type, registry: Registry) -> tuple
 def _can_be_listed(item: Any) -> bool:
     """Say whether an offer, or a verb, is of a known kind, and its texts can be printed on a line."""
     verb = isinstance(item, click.Command)
-    more = [item.get_short_help_str()] if verb else [item.options, item.implementation]
-    more += () if verb else [*item.capabilities, *item.lacks().split("\n")]
-    text = "".join([item.name, *more])
+    paths = () if verb else (item.options, item.implementation, *item.capabilities)
+    more = [item.get_short_help_str()] if verb else item.lacks().split("\n")
+    text = "".join([item.name, *paths, *more])
     return (verb or item.kind in NEEDED) and one_line(text, 9999) == text
 
 

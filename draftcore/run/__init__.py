@@ -67,8 +67,7 @@ class Run(OpenRun):
         for kind, choice in later.items():
             if choice is not None and choice.model_fields_set:  # a mistake there is named now
                 self.select(kind, choice)
-        hook = self.target_kind.hook
-        self.target = hook.target(name=named.name, options=self.target_options)
+        self.target = self.target_kind.hook.target(name=named.name, options=self.target_options)
         if self.target.devices > 1 and "tensor-parallel" not in self.capture.capabilities:
             raise UsageError(
                 f"the capture {config.capture.name!r} does not share a target over devices as "
@@ -86,9 +85,8 @@ class Run(OpenRun):
         self.width = int(self.target.text_config.hidden_size)
         labels = config.drafts or [""]
         self.drafts: tuple[DraftRun, ...] = tuple(DraftRun(self, label) for label in labels)
-        self.observers: Specs = observers(
-            Registry(()) if ranks.rank else registry, () if ranks.rank else config.plugins
-        )
+        watching = (Registry(()), ()) if ranks.rank else (registry, config.plugins)
+        self.observers: Specs = observers(*watching)
 
     @functools.cached_property
     def data(self) -> RunSamples:
@@ -100,9 +98,8 @@ class Run(OpenRun):
         """Open what measures drafts; one for all of them."""
         if self.opened_evaluation is None:
             bound = self.select("evaluation", section := self.config.eval)
-            self.opened_evaluation = bound.hook.evaluation(
-                name=section.name, run=self, options=bound.options
-            )
+            asked = {"name": section.name, "run": self, "options": bound.options}
+            self.opened_evaluation = bound.hook.evaluation(**asked)
         return self.opened_evaluation
 
     def open_runner(

@@ -48,10 +48,9 @@ class HeldOut:
         """The held-out samples; captured when they are first asked for."""
         rows, size = self.rows, self.run.config.train.batch
         plan = Plan(rows.feature_ids, rows.lengths.tolist(), batch=size, accumulate=1, seed=0)
-        batches = (batch_of(index, batch, rows) for index, batch in enumerate(plan.batches))
         by_row = dict[int, Sample]()
         with contextlib.closing(self.run.open_capture(self.request, rows)) as capture:
-            for captured in capture.features(batches):
+            for captured in capture.features(batch_of(*b, rows) for b in enumerate(plan.batches)):
                 try:
                     require_finite(captured)
                 except BadRows as error:

@@ -265,8 +265,8 @@ def require_same_run(last: Checkpoint, draft: DraftRun, features: Features, plan
     if then["plan"] != plan.key:
         changed.append("data: other samples, or another order of them")
     elif not changed and then["features"] != features.provenance:
-        differ = differences(features.provenance, then["features"], "then").strip()
-        changed.append(f"features: {differ}")
+        differ = differences(features.provenance, then["features"], "then")
+        changed.append(f"features: {differ.strip()}")
     if changed:
         head = f"{last.folder} was written by a run that differs from this one"
         remedy = "undo the change to resume, or set another run folder to start anew"
