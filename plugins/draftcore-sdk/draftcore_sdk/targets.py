@@ -233,7 +233,8 @@ class TargetSuite(Suite):
             pytest.skip(f"no file of the weights is named {self.weights}: set `weights`")
         for file in files:
             file.unlink()
-        spec = self.opened_with(options)
+        given = {**options, **self.options}
+        spec: TargetSpec = opened(self.plugin, "target", self.name, given)
         sizes = (spec.num_layers, spec.vocab_size, spec.text_config.hidden_size)
         assert all(type(size) is int and size > 0 for size in sizes), f"its sizes are {sizes}"
         assert spec.dtype.is_floating_point
