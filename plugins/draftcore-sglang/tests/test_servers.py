@@ -440,7 +440,7 @@ def test_a_server_that_is_killed_at_work_is_waited_for_and_its_writer_is_started
     assert store.stats().samples == 0
 
     store.path.unlink()
-    anew = ShmStore.open(rig.sink)
-    require_stored(anew, deliver(capture, anew, batches[0]), batches[0])
-    anew.close()
+    store.close()
+    rig.store = ShmStore.open(rig.sink)
+    require_stored(rig.store, deliver(capture, rig.store, batches[0]), batches[0])
     assert again.alive

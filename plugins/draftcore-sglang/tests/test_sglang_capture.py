@@ -1,6 +1,5 @@
 """The capture `sglang`: the standard tests, its rows, refusals and self-tests, and what it leaves."""
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -10,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("sglang")
+
 from capturing import (
     FAMILIES,
     REQUEST,
@@ -308,7 +310,6 @@ def test_a_rank_that_cannot_start_ends_all_with_its_reason(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs sglang")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_features_on_cuda_are_those_of_transformers_and_stay_on_the_device(
     tmp_path: Path, opener: Opener, tp: int
