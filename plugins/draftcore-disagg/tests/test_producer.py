@@ -95,8 +95,8 @@ class Trainer:
 
     def produce(self) -> str:
         capture = lambda _: (checked(self.capture), "p")  # noqa: E731
-        work = [RemoteQueue(self.client), capture, self.opened, lambda: self.stopped]
-        reason, line = produce(*work, self.patience)  # type: ignore[arg-type]
+        queue, stop = RemoteQueue(self.client), lambda: self.stopped
+        reason, line = produce(queue, capture, self.opened, stop, self.patience)
         assert reason == ("interrupted" if self.stopped else "finished")
         return line
 
@@ -113,7 +113,8 @@ class Trainer:
         answer = self.client.service.answer
 
         def hear(request: Json) -> Json:
-            hook(request, reply := answer(request))
+            reply: Json = answer(request)
+            hook(request, reply)
             return reply
 
         self.client.service.answer = hear  # type: ignore[method-assign]

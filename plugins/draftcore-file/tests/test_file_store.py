@@ -224,10 +224,11 @@ def test_no_altered_byte_of_a_shard_is_ever_served_and_one_cut_short_is_named(
     assert noticed > 300
     for kept in (0, len(whole) // 50, len(whole) // 2, len(whole) - 1):
         shard.write_bytes(whole[:kept])
-        fresh = FileStore(folder)
-        for use in (lambda s=fresh: s.get(ref), lambda s=fresh: s.lookup(["a"])):
-            with pytest.raises(StoreError, match=f"{shard} cannot be read.*\n  remove it and run"):
-                use()
+        says, fresh = f"{shard} cannot be read.*\n  remove it and run again", FileStore(folder)
+        with pytest.raises(StoreError, match=says):
+            fresh.get(ref)
+        with pytest.raises(StoreError, match=says):
+            fresh.lookup(["a"])
     assert store.stats().open_handles == 0
 
 

@@ -110,8 +110,9 @@ def test_a_killed_process_takes_its_master_along() -> None:
 
 def test_a_master_that_is_killed_and_stays_away_is_said_after_the_patience(tmp_path: Path) -> None:
     """Killed during puts and gets; whoever joins a store waits for no more than a second."""
-    command = [engine.package_folder() / "mooncake_master", f"--rpc_port={(port := free_port())}"]
-    master, address = Server([*command, *FLAGS], tmp_path, port), f"127.0.0.1:{port}"
+    program, port = engine.package_folder() / "mooncake_master", free_port()
+    master = Server([program, f"--rpc_port={port}", *FLAGS], tmp_path, port)
+    address = f"127.0.0.1:{port}"
     lender = MooncakeStore.open(f"mooncake://{address}/run?max_bytes=32MiB&patience=3")
     ref = lender.put(numbered("a", 7, PER_MIB))
     producer = MooncakeStore.open(lender.uri)
@@ -336,7 +337,7 @@ def test_a_library_that_does_not_load_or_two_builds_are_one_sentence_and_a_remed
         (info := tmp_path / f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(engine.importlib, "import_module", fail)
+    monkeypatch.setattr("importlib.import_module", fail)
     with pytest.raises(UsageError) as caught:
         MooncakeStore.open("mooncake://")
     assert said in str(caught.value)
