@@ -93,6 +93,7 @@ def test_a_listing_names_every_broken_plugin(tmp_path: Path, drill: Drill) -> No
     site = tmp_path / "site"
     (site / "good-1.dist-info").mkdir(parents=True)
     (site / "good-1.dist-info" / "entry_points.txt").write_text("[draftcore]\ngood = fake_good\n")
+    (site / "good-1.dist-info" / "METADATA").write_text("Name: good\nVersion: 1\n")
     (site / "fake_good.py").write_text(HEADER + OBSERVER)
     env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     env.pop("PYTHONUNBUFFERED", None)

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eval.verb import evaluate
 
 import draftcore
 from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
 from draftcore.drafts import open_draft
-from draftcore.errors import UsageError
 from draftcore.plugins.registry import load_plugins
 from draftcore.run import Run
 from draftcore.training.loop import collate
@@ -41,6 +39,8 @@ def test_what_was_trained_is_evaluated_and_exported_to_the_bit(trained: Project)
         assert file.stat().st_mode & 0o777 == 0o640, "as the umask says, weights and all"
         assert str(trained.folder.parent).encode() not in file.read_bytes(), "no path of ours"
     assert origin["target"] == Path(trained.config["target"]["path"]).name
+    assert "--force replaces an export" in trained.cli("export", ok=False).output
+    trained.cli("export", "--force")
     again = json.loads(trained.cli("eval", "--export", export, "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
     (draft,) = Run(load_config(trained.yaml), load_plugins()).drafts
@@ -48,12 +48,13 @@ def test_what_was_trained_is_evaluated_and_exported_to_the_bit(trained: Project)
     exported = open_draft(draft, None, export)[0].module.state_dict()
     assert kept.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in kept.items())
+    (export / "draftcore.json").unlink()
+    assert "is not empty" in trained.cli("export", "--force", ok=False).output
 
 
 def test_a_report_says_what_it_is_about_and_lists_its_prompts(trained: Project) -> None:
     """And has the figures that plugins add."""
-    file = trained.folder / "gain.py"
-    file.write_text(
+    (file := trained.folder / "gain.py").write_text(
         "from draftcore import hookimpl\n"
         "@hookimpl\n"
         "def eval_metrics(draft, report):\n"
@@ -108,31 +109,18 @@ def test_several_drafts_are_evaluated_and_exported_all_or_by_label(
     assert (tmp_path / "served" / "config.json").exists()
 
 
-def test_a_program_captures_trains_evaluates_and_exports(project: Project) -> None:
-    assert draftcore.capture(project.yaml).startswith("captured 24 samples")
-    done = draftcore.train(str(project.yaml), "train.max_steps=2")
-    assert (done.reason, done.checkpoints[""].name) == ("complete", "step-00000002")
-    (report,) = evaluate(project.yaml, "train.max_steps=2", "eval.prompts=2")
-    assert (report.prompts, report.lossless) == (2, True)
-    (folder,) = draftcore.export(project.yaml)
-    assert (folder / "config.json").exists()
-    with pytest.raises(UsageError, match="--force replaces an export"):
-        draftcore.export(project.yaml)
-    draftcore.export(project.yaml, force=True)
-    (folder / "draftcore.json").unlink()
-    with pytest.raises(UsageError, match="is not empty"):
-        draftcore.export(project.yaml, force=True)
-
-
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells, one after the other, from the repository's root, into another folder, on fewer rows."""
+    """It captures, trains, evaluates and exports from Python; here on fewer rows."""
     monkeypatch.chdir(NOTEBOOK.parents[2])
     cells = json.loads(NOTEBOOK.read_text())["cells"]
-    names = {"display": print}
+    names: dict[str, Any] = {"display": print}
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         text = "".join(cell["source"]).replace("runs/notebook", str(tmp_path / "run"))
         exec(compile(text.replace("limit=60", "limit=16"), str(NOTEBOOK), "exec"), names)
+    assert (names["done"].reason, names["report"].prompts) == ("complete", 4)
     assert (tmp_path / "run" / "export" / "config.json").exists()
+    few = (f"run={tmp_path / 'run'}", f"store=file:{tmp_path / 'features'}", "data.limit=4")
+    assert draftcore.capture(names["CONFIG"], *few).startswith("captured 4 samples")
 
 
 def test_a_run_without_a_terminal_prints_lines_as_it_goes(trained: Project) -> None:

@@ -76,19 +76,6 @@ def test_a_loss_that_a_sharded_draft_cannot_be_trained_by_is_an_error_and_no_han
         assert text in ranks.output(0) + ranks.output(1)
 
 
-def test_an_error_of_one_rank_in_a_read_ends_all_with_it(
-    trained: Project, original: Project, tmp_path: Path, start: Start
-) -> None:
-    torn = shutil.copytree(original.folder / "features", tmp_path / "torn")
-    for shard in torn.glob("shard-*"):
-        shard.write_bytes(shard.read_bytes()[:-100])
-    shutil.rmtree(trained.run)
-    ranks = start(trained, second=[f"store=file:{torn}"])
-    assert ranks.finish() == [1, 1]
-    assert "error: rank 1 failed" in ranks.output(0)
-    assert "shard-" in ranks.output(0)
-
-
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(trained: Project, start: Start) -> None:
     shutil.rmtree(trained.run)
     ranks = start(trained, largest_file=50_000)
