@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftcore.errors import ExitStatus
-from tests.together.conftest import BLOCKS, OPTIONS, NewProject, Project, Ranks, Start
+from tests.together.conftest import TWO_DRAFTS, NewProject, Project, Ranks, Start
 
-DRAFTS = {
-    "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
-    "domino": {"algorithm": {"name": "domino", "options": OPTIONS["domino"]}},
-}
 # How one rank's loss, or every rank's, is wrong: an infinite one of one draft, one without a gradient,
 # and one of several terms.
 WRONG = """
@@ -45,7 +41,7 @@ def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(
     tmp_path: Path, new_project: NewProject, start: Start
 ) -> None:
     """The sample at fault is named, whichever rank has it."""
-    changes = {"algorithm": None, "drafts": DRAFTS, "train": {"accumulate": 2}}
+    changes = {"algorithm": None, "drafts": TWO_DRAFTS, "train": {"accumulate": 2}}
     one, two = (new_project(tmp_path / name, **changes) for name in ("one", "two"))
     alone = one.cli("train", plugin=wrong(tmp_path, "infinite"), ok=False).output
     assert "1 of 2 drafts failed" in alone
