@@ -28,18 +28,7 @@ from tests.together.conftest import Project, make_project
 
 LONG = "9" * 5000
 OTHER = ["[]", "{}", "[1, 2]", "{a: 1}", '""', "2026-11-22", "a b", LONG]
-NUMBER = [
-    *OTHER,
-    "true",
-    "no",
-    '"3"',
-    ".inf",
-    "-.inf",
-    ".nan",
-    "1e999",
-    "-1",
-    "1e30",
-]
+NUMBER = [*OTHER, "true", "no", '"3"', ".inf", "-.inf", ".nan", "1e999", "-1", "1e30"]
 TEXT = ["[]", "{}", "3", "0.5", "true", "[a]", "{a: b}"]
 WRONG: dict[Any, list[str]] = {
     int: [*NUMBER, "1.5", "2.0", f"{10**12}", f"{10**30}", "!int 3"],

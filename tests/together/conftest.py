@@ -30,6 +30,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": BLOCKS,
     "domino": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8},
 }
+TWO_DRAFTS: dict[str, Any] = {
+    label: {"algorithm": {"name": name, "options": OPTIONS[name]}}
+    for label, name in (("blocks", "dflash"), ("domino", "domino"))
+}
 ODD = Path(__file__).with_name("odd_algorithm.py")
 WAIT = 300.0  # seconds in which processes do what they must, however slow the machine
 

@@ -73,10 +73,7 @@ def build_draft(target: TargetSpec) -> Draft:
         module,
         config={},
         defaults=TrainingDefaults(lr=3e-3, warmup_ratio=0.0, clip=0.5),
-        parameter_groups=[
-            {"params": trained[:2]},
-            {"params": trained[2:], "weight_decay": 0.1},
-        ],
+        parameter_groups=[{"params": trained[:2]}, {"params": trained[2:], "weight_decay": 0.1}],
         frozen=frozenset({"head"}),
         wrap_units=("body.1", "body"),
     )

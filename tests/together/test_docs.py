@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING, docs and the plugins' READMEs say is so.
+"""What README, CONTRIBUTING, docs, the plugins' READMEs and the catalog say is so.
 
 Sessions, verbs, files and extras exist, YAML is a run with options that its plugins take, tables list
 the options that there are, shown output is what is printed. What needs a server or a GPU is not run.
@@ -8,6 +8,7 @@ import importlib
 import re
 import runpy
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 from draftcore.cli import main
 from draftcore.config import Choice, RunConfig, Selection
 from draftcore.contracts.offers import Kind
+from draftcore.plugins import catalog
 from draftcore.plugins.binding import bind
 from draftcore.plugins.catalog import defaults
 from draftcore.plugins.registry import load_plugins
@@ -219,3 +221,17 @@ def test_the_floors_of_the_contributing_page_are_those_that_are_kept() -> None:
     rows = re.findall(r"^\| \d+ \| (.+?) \|", TEXT[ROOT / "CONTRIBUTING.md"], re.MULTILINE)
     shown = [set(re.findall(r"`(\w+)/?`", row)) for row in rows]
     assert shown == [set(floor) - {"", "__main__"} for floor in kept]
+
+
+def test_the_catalog_has_every_offer_kind_and_verb_of_our_dists_and_no_other() -> None:
+    ours = {"draftcore", *READMES} - {"draftcore-nn"}  # which offers none
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for plugin in (p for p in load_plugins().ready if p.dist in ours):
+        for offer in plugin.offers:
+            found[offer.kind][offer.name] = plugin.dist
+        found["kind"] |= dict.fromkeys(plugin.kinds, plugin.dist)
+    assert {dist for dists in found.values() for dist in dists.values()} == ours
+    listed = tomllib.loads(Path(catalog.__file__).with_name("catalog.toml").read_text())
+    chosen = listed.pop("defaults")
+    assert listed == found
+    assert [kind for kind, name in chosen.items() if name not in listed[kind]] == []

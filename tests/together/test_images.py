@@ -25,20 +25,7 @@ from tests.together.conftest import NewProject, Project
 
 ANSWERS = ["it is thing 0", "it is thing 1", "thing 2", "that is 3", "nothing"]
 TEXT = "no image\n"  # text parts are joined by newlines
-BLIND = """
-from draftcore import hookimpl
-from draftcore.contracts.offers import Offer
-
-@hookimpl
-def describe():
-    return [Offer("capture", "blind")]
-
-@hookimpl
-def capture(name, target, request, options):
-    raise AssertionError("it is refused before it is opened")
-"""
-
-LATE = """
+CAPTURES = """
 from pathlib import Path
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
@@ -46,7 +33,7 @@ from draftcore.errors import UsageError
 
 @hookimpl
 def describe():
-    return [Offer("capture", "late", frozenset({"images"}))]
+    return [Offer("capture", "blind"), Offer("capture", "late", frozenset({"images"}))]
 
 class Late:
     def features(self, batches):
@@ -58,6 +45,7 @@ class Late:
 
 @hookimpl
 def capture(name, target, request, options):
+    assert name == "late", "it is refused before it is opened"
     return Late()
 """
 
@@ -114,22 +102,19 @@ def sees(request: pytest.FixtureRequest, tmp_path: Path) -> TransformersTarget:
     return opened(seeing_target(tmp_path / "target", request.param))
 
 
-def test_a_draft_trains_on_rows_with_images(tmp_path: Path, make_project: NewProject) -> None:
+def test_a_draft_trains_on_rows_with_images_that_this_process_sees_or_another(
+    tmp_path: Path, make_project: NewProject
+) -> None:
     project = project_of(make_project, tmp_path, "qwen2_5_vl")
     assert "captured 5 samples" in project.cli("capture").output
+    there = ("store=auto", "topology.producers=1", f"run={tmp_path / 'there'}")
+    assert "complete: step 2 of 2" in project.finish("train", *there)
     for file in tmp_path.glob("*.png"):
         file.unlink()  # features are all that training needs
     assert "complete: step 2 of 2" in project.cli("train", "data.train=null").output
+    assert project.losses() == project.losses("../there")
     project.cli("export")
     assert (project.run / "export" / "model.safetensors").exists()
-
-
-def test_answers_alone_are_learned(tmp_path: Path, sees: TransformersTarget) -> None:
-    dataset = dataset_of(tmp_path, sees)
-    assert [len(dataset.images(row)) for row in range(5)] == [1, 1, 1, 1, 0]
-    for row, thing in enumerate(ANSWERS):
-        learned = dataset.tokens(row)[dataset.loss_mask(row)].tolist()
-        assert sees.load_tokenizer().decode(learned) == f"hi there<|im_end|>{thing}<|im_end|>"
 
 
 def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -> None:
@@ -167,11 +152,15 @@ def test_features_are_the_models_own(tmp_path: Path, sees: TransformersTarget) -
         assert torch.allclose(given[1], states[1], atol=1e-5) is not stacked
 
 
-def test_several_images_stand_where_the_questions_have_them(
+def test_answers_alone_are_learned_and_several_images_stand_where_the_questions_have_them(
     tmp_path: Path, sees: TransformersTarget
 ) -> None:
     """Each has as many tokens as alone, and what is learned is the same."""
     single = dataset_of(tmp_path, sees)
+    assert [len(single.images(row)) for row in range(5)] == [1, 1, 1, 1, 0]
+    for row, thing in enumerate(ANSWERS):
+        learned = single.tokens(row)[single.loss_mask(row)].tolist()
+        assert sees.load_tokenizer().decode(learned) == f"hi there<|im_end|>{thing}<|im_end|>"
     talks = [row["messages"] for row in rows_about(tmp_path)[1:3]]
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [*talks[0], *talks[1]]}) + "\n")
     both = dataset_of(tmp_path, sees)
@@ -182,21 +171,6 @@ def test_several_images_stand_where_the_questions_have_them(
     batch = batch_of(0, (0,), both)
     (captured,) = LocalCapture(sees, FeatureRequest((0,), True, "float32")).features([batch])
     assert len(captured.features[0]["last_hidden"]) == both.lengths[0]
-
-
-@pytest.mark.long
-def test_a_producer_in_another_process_sees_the_same(
-    tmp_path: Path, make_project: NewProject
-) -> None:
-    losses = []
-    for producers in (0, 1):
-        folder = tmp_path / str(producers)
-        folder.mkdir()
-        changes = {"store": "auto", "topology": {"producers": producers}}
-        project = project_of(make_project, folder, "qwen2_5_vl", **changes)
-        assert "complete: step 2 of 2" in project.finish("train")
-        losses.append(project.losses())
-    assert losses[0] == losses[1]
 
 
 @pytest.fixture
@@ -258,33 +232,25 @@ def test_a_target_of_text_and_one_without_processor_leave_images_out_and_say_so(
         assert said in dataset.report.text()
 
 
-def test_a_capture_that_reads_text_alone_refuses_images_and_names_others(
+def test_a_capture_that_reads_text_alone_or_sees_too_little_is_refused_before_any_batch(
     tmp_path: Path, make_project: NewProject
 ) -> None:
+    """The one names others that can; the other is asked with the first row with images."""
     project = project_of(make_project, tmp_path, "qwen2_5_vl", capture={"name": "blind"})
-    plugin = tmp_path / "blind.py"
-    plugin.write_text(BLIND)
+    (plugin := tmp_path / "odd_captures.py").write_text(CAPTURES)
     for folder in "ab":  # also where they are rendered already
         store = f"store=file:{tmp_path / folder}"
         output = project.cli("capture", store, ok=False, plugin=plugin).output
         assert "the data has rows with images, and here they cannot be read" in output
         assert "the capture 'blind' reads text alone\n  set capture.name=" in output
         project.cli("capture", store, "capture.name=hf")
-
-
-def test_a_capture_that_sees_too_little_says_so_when_it_is_opened(
-    tmp_path: Path, make_project: NewProject
-) -> None:
-    """Of the first row with images, before any batch of the plan."""
-    project = project_of(make_project, tmp_path, "qwen2_5_vl", capture={"name": "late"})
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(reversed(lines)))  # text first
-    plugin = tmp_path / "late.py"
-    plugin.write_text(LATE)
-    output = project.cli("capture", ok=False, plugin=plugin).output
+    late = (f"store=file:{tmp_path / 'late'}", f"run={tmp_path / 'other'}", "capture.name=late")
+    output = project.cli("capture", *late, ok=False, plugin=plugin).output
     assert "this family's images are beyond it" in output
-    assert (tmp_path / "late.txt").read_text() == "(1,)"
-    assert (tmp_path / "late.closed").exists()
+    assert plugin.with_suffix(".txt").read_text() == "(1,)"
+    assert plugin.with_suffix(".closed").exists()
 
 
 def test_evaluation_leaves_out_what_asks_about_images_and_says_so(

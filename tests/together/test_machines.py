@@ -6,7 +6,6 @@ Slurm's own commands are stood in for by a dozen lines of shell, which start wha
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import yaml
 from draftcore.config import RunConfig
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load_plugins
+from tests.faults.conftest import free_port
 from tests.together.conftest import NewProject, Project
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +34,6 @@ for ((at = 0; at < tasks; at++)); do SLURM_LOCALID=$at "$@" & tasks_of+=($!); do
 for pid in "${tasks_of[@]}"; do wait $pid || code=$?; done
 exit ${code:-0}
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def test_the_guide_for_two_hosts_trains_what_one_process_trains(
@@ -101,8 +96,9 @@ def test_the_file_for_slurm_trains_on_the_first_machine_and_captures_on_the_othe
         assert "samples captured here" in done.stdout
 
 
-def fields(required: str, **properties: Any) -> dict[str, Any]:
-    given = {"properties": properties, "required": required.split()}
+def fields(required: str = "", **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with these fields, of which those are required."""
+    given = {"properties": properties, "required": required.split() or list(properties)}
     return {"type": "object", "additionalProperties": False, **given}
 
 
@@ -112,34 +108,24 @@ def each(schema: dict[str, Any]) -> dict[str, Any]:
 
 TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 TEXTS = {"type": "object", "additionalProperties": TEXT}
-CONTAINER = fields(
-    "name image resources volumeMounts",
-    name=TEXT, image=TEXT, resources=fields("limits", limits=TEXTS),
-    volumeMounts=each(fields("name mountPath", name=TEXT, mountPath=TEXT)),
-)  # fmt: skip
+MOUNTS = each(fields(name=TEXT, mountPath=TEXT))
+CONTAINER = fields(name=TEXT, image=TEXT, resources=fields(limits=TEXTS), volumeMounts=MOUNTS)
+CLAIM = fields(claimName=TEXT)
 VOLUME = fields(
-    "name",
-    name=TEXT, configMap=fields("name", name=TEXT), emptyDir=TEXTS,
-    persistentVolumeClaim=fields("claimName", claimName=TEXT),
-)  # fmt: skip
-POD = fields("spec", spec=fields("containers", containers=each(CONTAINER), volumes=each(VOLUME)))
+    "name", name=TEXT, configMap=fields(name=TEXT), emptyDir=TEXTS, persistentVolumeClaim=CLAIM
+)
+POD = fields(spec=fields(containers=each(CONTAINER), volumes=each(VOLUME)))
 GROUP = {"rayStartParams": TEXTS, "template": POD}
-WORKERS = fields(
-    "groupName template minReplicas maxReplicas",
-    **GROUP, groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT,
-)  # fmt: skip
+SIZES = {"replicas": COUNT, "minReplicas": COUNT, "maxReplicas": COUNT}
+WORKERS = fields("groupName template minReplicas maxReplicas", groupName=TEXT, **GROUP, **SIZES)
 CLUSTER = fields(
     "headGroupSpec", headGroupSpec=fields("template", **GROUP), workerGroupSpecs=each(WORKERS)
 )
 # Of ray.io/v1, as KubeRay 1.7 publishes it, the fields that are used here.
+ENDS = {"shutdownAfterJobFinishes": {"type": "boolean"}, "backoffLimit": COUNT}
 JOB = fields(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "ray.io/v1"}, kind={"const": "RayJob"}, metadata=fields("name", name=TEXT),
-    spec=fields(
-        "entrypoint rayClusterSpec",
-        entrypoint=TEXT, shutdownAfterJobFinishes={"type": "boolean"}, backoffLimit=COUNT,
-        rayClusterSpec=CLUSTER,
-    ),
+    apiVersion={"const": "ray.io/v1"}, kind={"const": "RayJob"}, metadata=fields(name=TEXT),
+    spec=fields("entrypoint rayClusterSpec", entrypoint=TEXT, rayClusterSpec=CLUSTER, **ENDS),
 )  # fmt: skip
 
 

@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from draftcore_eval.verb import evaluate
 
 import draftcore
-from draftcore.config import load_config
 from draftcore.contracts.algorithm import Sample, SampleId
 from draftcore.drafts import open_draft
-from draftcore.errors import UsageError
-from draftcore.plugins.registry import load_plugins
-from draftcore.run import Run
 from draftcore.training.loop import collate
-from tests.together.conftest import BLOCKS, OPTIONS, NewProject, Project
+from tests.together.conftest import TWO_DRAFTS, NewProject, Project
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/quickstart/notebook.ipynb"
 
@@ -41,19 +36,22 @@ def test_what_was_trained_is_evaluated_and_exported_to_the_bit(trained: Project)
         assert file.stat().st_mode & 0o777 == 0o640, "as the umask says, weights and all"
         assert str(trained.folder.parent).encode() not in file.read_bytes(), "no path of ours"
     assert origin["target"] == Path(trained.config["target"]["path"]).name
+    assert "--force replaces an export" in trained.cli("export", ok=False).output
+    trained.cli("export", "--force")
     again = json.loads(trained.cli("eval", "--export", export, "--json").stdout)
     assert again["acceptance_length"] == report["acceptance_length"]
-    (draft,) = Run(load_config(trained.yaml), load_plugins()).drafts
-    kept = open_draft(draft, None, None)[0].module.state_dict()
-    exported = open_draft(draft, None, export)[0].module.state_dict()
+    with draftcore.open_run(trained.yaml) as run:
+        opened = [open_draft(run.drafts[0], None, place)[0] for place in (None, export)]
+    kept, exported = (draft.module.state_dict() for draft in opened)
     assert kept.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in kept.items())
+    (export / "draftcore.json").unlink()
+    assert "is not empty" in trained.cli("export", "--force", ok=False).output
 
 
 def test_a_report_says_what_it_is_about_and_lists_its_prompts(trained: Project) -> None:
     """And has the figures that plugins add."""
-    file = trained.folder / "gain.py"
-    file.write_text(
+    (file := trained.folder / "gain.py").write_text(
         "from draftcore import hookimpl\n"
         "@hookimpl\n"
         "def eval_metrics(draft, report):\n"
@@ -85,11 +83,7 @@ def test_several_drafts_are_evaluated_and_exported_all_or_by_label(
     tmp_path: Path, new_project: NewProject
 ) -> None:
     """And shown side by side."""
-    drafts = {
-        "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
-        "domino": {"algorithm": {"name": "domino", "options": OPTIONS["domino"]}},
-    }
-    project = new_project(tmp_path / "several", algorithm=None, drafts=drafts)
+    project = new_project(tmp_path / "several", algorithm=None, drafts=TWO_DRAFTS)
     project.cli("train", "train.max_steps=2", "train.eval_every=1", "train.eval_prompts=1")
     reports = json.loads(project.cli("eval", "--json").stdout)
     assert list(reports) == ["blocks", "domino"]
@@ -108,31 +102,18 @@ def test_several_drafts_are_evaluated_and_exported_all_or_by_label(
     assert (tmp_path / "served" / "config.json").exists()
 
 
-def test_a_program_captures_trains_evaluates_and_exports(project: Project) -> None:
-    assert draftcore.capture(project.yaml).startswith("captured 24 samples")
-    done = draftcore.train(str(project.yaml), "train.max_steps=2")
-    assert (done.reason, done.checkpoints[""].name) == ("complete", "step-00000002")
-    (report,) = evaluate(project.yaml, "train.max_steps=2", "eval.prompts=2")
-    assert (report.prompts, report.lossless) == (2, True)
-    (folder,) = draftcore.export(project.yaml)
-    assert (folder / "config.json").exists()
-    with pytest.raises(UsageError, match="--force replaces an export"):
-        draftcore.export(project.yaml)
-    draftcore.export(project.yaml, force=True)
-    (folder / "draftcore.json").unlink()
-    with pytest.raises(UsageError, match="is not empty"):
-        draftcore.export(project.yaml, force=True)
-
-
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells, one after the other, from the repository's root, into another folder, on fewer rows."""
+    """It captures, trains, evaluates and exports from Python; here on fewer rows."""
     monkeypatch.chdir(NOTEBOOK.parents[2])
     cells = json.loads(NOTEBOOK.read_text())["cells"]
-    names = {"display": print}
+    names: dict[str, Any] = {"display": print}
     for cell in (cell for cell in cells if cell["cell_type"] == "code"):
         text = "".join(cell["source"]).replace("runs/notebook", str(tmp_path / "run"))
         exec(compile(text.replace("limit=60", "limit=16"), str(NOTEBOOK), "exec"), names)
+    assert (names["done"].reason, names["report"].prompts) == ("complete", 4)
     assert (tmp_path / "run" / "export" / "config.json").exists()
+    few = (f"run={tmp_path / 'run'}", f"store=file:{tmp_path / 'features'}", "data.limit=4")
+    assert draftcore.capture(names["CONFIG"], *few).startswith("captured 4 samples")
 
 
 def test_a_run_without_a_terminal_prints_lines_as_it_goes(trained: Project) -> None:
@@ -153,23 +134,19 @@ def test_features_are_moved_to_the_device_before_they_are_padded(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the host the padding of long samples took an eighth of a GPU's step."""
-    padded, pad = list[str](), torch.nn.utils.rnn.pad_sequence
+    padded, pad = set[str](), torch.nn.utils.rnn.pad_sequence
 
     def noted(parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        padded.extend(part.device.type for part in parts if part.ndim == 2)
+        padded.update(part.device.type for part in parts if part.ndim == 2)
         return pad(parts, *args, **kwargs)
 
+    def sample(length: int) -> Sample:
+        ids_T, features = torch.ones(length).long(), draft.request().names
+        empty = {name: torch.zeros(length, 8) for name in features}
+        return Sample(SampleId(f"{length:024x}", 1), ids_T, ids_T.bool(), empty)
+
     monkeypatch.setattr("draftcore_nn.batches.pad_sequence", noted)
-    (draft,) = Run(load_config(project.yaml), load_plugins()).drafts
-    samples = [
-        Sample(
-            SampleId(f"{length:024x}", 1),
-            torch.ones(length, dtype=torch.long),
-            torch.ones(length, dtype=torch.bool),
-            {name: torch.zeros(length, 8) for name in draft.request().names},
-        )
-        for length in (3, 5)
-    ]
-    batch = collate(draft, draft.request(), samples, torch.device("meta"))
-    assert set(padded) == {"meta"}
-    assert batch.token_ids_BT.device.type == "meta"
+    with draftcore.open_run(project.yaml) as run:
+        (draft,) = run.drafts
+        batch = collate(draft, draft.request(), [sample(3), sample(5)], torch.device("meta"))
+    assert padded == {batch.token_ids_BT.device.type} == {"meta"}

@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftcore.errors import ExitStatus
-from tests.together.conftest import BLOCKS, OPTIONS, NewProject, Project, Ranks, Start
+from tests.together.conftest import TWO_DRAFTS, NewProject, Project, Ranks, Start
 
-DRAFTS = {
-    "blocks": {"algorithm": {"name": "dflash", "options": BLOCKS}},
-    "domino": {"algorithm": {"name": "domino", "options": OPTIONS["domino"]}},
-}
 # How one rank's loss, or every rank's, is wrong: an infinite one of one draft, one without a gradient,
 # and one of several terms.
 WRONG = """
@@ -45,7 +41,7 @@ def test_a_draft_that_fails_leaves_the_others_alone_on_every_rank(
     tmp_path: Path, new_project: NewProject, start: Start
 ) -> None:
     """The sample at fault is named, whichever rank has it."""
-    changes = {"algorithm": None, "drafts": DRAFTS, "train": {"accumulate": 2}}
+    changes = {"algorithm": None, "drafts": TWO_DRAFTS, "train": {"accumulate": 2}}
     one, two = (new_project(tmp_path / name, **changes) for name in ("one", "two"))
     alone = one.cli("train", plugin=wrong(tmp_path, "infinite"), ok=False).output
     assert "1 of 2 drafts failed" in alone
@@ -74,19 +70,6 @@ def test_a_loss_that_a_sharded_draft_cannot_be_trained_by_is_an_error_and_no_han
     assert 0 not in ranks.finish()
     for text in says:
         assert text in ranks.output(0) + ranks.output(1)
-
-
-def test_an_error_of_one_rank_in_a_read_ends_all_with_it(
-    trained: Project, original: Project, tmp_path: Path, start: Start
-) -> None:
-    torn = shutil.copytree(original.folder / "features", tmp_path / "torn")
-    for shard in torn.glob("shard-*"):
-        shard.write_bytes(shard.read_bytes()[:-100])
-    shutil.rmtree(trained.run)
-    ranks = start(trained, second=[f"store=file:{torn}"])
-    assert ranks.finish() == [1, 1]
-    assert "error: rank 1 failed" in ranks.output(0)
-    assert "shard-" in ranks.output(0)
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(trained: Project, start: Start) -> None:

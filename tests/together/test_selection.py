@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,61 +15,15 @@ TRAIN = """
 import sys
 from draftcore.cli import main
 
-main(["train", sys.argv[1], "train.max_steps=1"], standalone_mode=False)
-main(["eval", sys.argv[1]], standalone_mode=False)
+for verb in ("capture", "train", "eval"):
+    main([verb, sys.argv[1]], standalone_mode=False)
 for verb in ("capture", "train", "eval", "export"):
     main([verb, "--help"], standalone_mode=False)
 print("modules", *sys.modules)
 """
-
-
-def install(site: Path, name: str, entry_points: str, code: str) -> Path:
-    """Install the dist draftcore-NAME of one module; returns that."""
-    info, module = site / f"draftcore_{name}-0.1.dist-info", site / f"draftcore_{name}.py"
-    info.mkdir(parents=True)
-    text = f"Metadata-Version: 2.1\nName: draftcore-{name}\nVersion: 0.1\n"
-    (info / "METADATA").write_text(text)
-    (info / "entry_points.txt").write_text(entry_points)
-    module.write_text(code)
-    return module
-
-
-def test_only_the_listing_imports_a_plugin_that_nobody_selected(
-    project: Project, tmp_path: Path
-) -> None:
-    """Beside all our own dists lies one that kills the process; it is named, and left out by hand."""
-    points, code = (
-        "[draftcore]\nkiller = draftcore_killer\n",
-        "os.kill(os.getpid(), signal.SIGSEGV)\n",
-    )
-    killer = install(tmp_path / "site", "killer", points, f"import os, signal\n{code}")
-    path = os.pathsep.join([str(killer.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, env={**env, **more}, capture_output=True, text=True)
-
-    done = run("-c", TRAIN, str(project.yaml))
-    assert done.returncode == 0, done.stderr
-    trained, _, modules = done.stdout.partition("modules ")
-    assert "complete: step 1 of 1" in trained
-    assert "acceptance length" in trained
-    assert "warning" not in done.stderr.lower()
-    packages = {name.partition(".")[0] for name in modules.split() if "draftcore_" in name}
-    sections = {"draftcore_data", "draftcore_eval", "draftcore_hf"}
-    assert packages == {"draftcore_eagle3", "draftcore_nn", "draftcore_file", *sections}
-
-    for options in ([], ["--traceback"]):
-        listing = run("-m", "draftcore", *options, "list-plugins")
-        assert (listing.returncode, listing.stdout) == (-signal.SIGSEGV, "")
-        assert f'File "{killer}", line 2' in listing.stderr
-        assert ("importing killer (draftcore-killer 0.1)\n" in listing.stderr) == bool(options)
-    left_out = run("-m", "draftcore", "list-plugins", DRAFTCORE_DISABLE="killer").stdout
-    assert re.search("^killer .* disabled", left_out, re.MULTILINE)
-
-
-TAKER = """
+KILL = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+RAISE = "print(1 / 0)\n"
+TAKE = """
 import click
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
@@ -90,34 +43,52 @@ def refuse(*given, **more):
 
 target = capture = feature_store = samples = hookimpl(refuse)
 """
-PRINT = "print(1 / 0)\n"
 
 
-def test_what_offers_our_names_or_fails_at_import_changes_no_bit(
+def install(site: Path, name: str, code: str) -> Path:
+    """Install the dist draftcore-NAME of one module, with hooks that raise; returns that module."""
+    info, module = site / f"draftcore_{name}-0.1.dist-info", site / f"draftcore_{name}.py"
+    info.mkdir(parents=True)
+    text = f"Metadata-Version: 2.1\nName: draftcore-{name}\nVersion: 0.1\n"
+    (info / "METADATA").write_text(text)
+    points = f"[draftcore]\n{name} = draftcore_{name}\n[draftcore.hooks]\nof-{name} = no_hooks\n"
+    (info / "entry_points.txt").write_text(points)
+    module.write_text(code)
+    (site / "no_hooks.py").write_text(RAISE)
+    return module
+
+
+def test_a_plugin_that_nobody_selected_is_imported_by_the_listing_alone_and_changes_no_bit(
     tmp_path: Path, new_project: NewProject, trained: Project
 ) -> None:
-    """Installed beside a run are a plugin whose modules raise, and one with `eval`, `hf` and `file`."""
+    """Beside our dists lie one that kills the process, one that raises, one with `eval`, `hf` and `file`.
+
+    The first is named by the listing that it ends, and left out by hand.
+    """
     site, beside = tmp_path / "site", new_project(tmp_path / "beside")
-    for name, code in (("broken", PRINT), ("taker", TAKER)):
-        points = f"[draftcore]\n{name} = draftcore_{name}\n"
-        points += f"[draftcore.hooks]\nkind-of-{name} = broken_hooks\n"
-        install(site, name, points, code)
-    (site / "broken_hooks.py").write_text(PRINT)
+    killer, *_ = (
+        install(site, name, code)
+        for name, code in (("killer", KILL), ("broken", RAISE), ("taker", TAKE))
+    )
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
-    def run(*command: str) -> str:
-        line, env = (
-            [sys.executable, "-m", "draftcore", *command],
-            {**os.environ, "PYTHONPATH": str(site)},
-        )
-        done = subprocess.run(line, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "warning" not in done.stderr
-        return done.stdout
+    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, env={**env, **more}, capture_output=True, text=True)
 
-    run("capture", str(beside.yaml))
-    run("train", str(beside.yaml))
-    found = json.loads(run("eval", str(beside.yaml), "--json"))
-    right = json.loads(trained.cli("eval", "--json").stdout)
+    done = run("-c", TRAIN, str(beside.yaml))
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower()
+    modules = done.stdout.partition("modules ")[2].split()
+    packages = {name.partition(".")[0] for name in modules if "draftcore_" in name}
+    sections = {"draftcore_data", "draftcore_eval", "draftcore_hf"}
+    assert packages == {"draftcore_eagle3", "draftcore_nn", "draftcore_file", *sections}
+
+    trained.cli("eval")
+    found, right = (
+        json.loads((one.run / "eval" / "report.json").read_text()) for one in (beside, trained)
+    )
     for key in ("rows", "acceptance_by_position"):
         assert found[key] == right[key]
     assert found["about"]["plugins"] == right["about"]["plugins"]
@@ -128,7 +99,15 @@ def test_what_offers_our_names_or_fails_at_import_changes_no_bit(
     states = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
     for key in ("plugins", "features"):
         assert states[0][key] == states[1][key]
-    listed = {p["name"]: p for p in json.loads(run("list-plugins", "--json"))["plugins"]}
+
+    for options in ([], ["--traceback"]):
+        listing = run("-m", "draftcore", *options, "list-plugins")
+        assert (listing.returncode, listing.stdout) == (-signal.SIGSEGV, "")
+        assert f'File "{killer}", line 2' in listing.stderr
+        assert ("importing killer (draftcore-killer 0.1)\n" in listing.stderr) == bool(options)
+    listing = run("-m", "draftcore", "list-plugins", "--json", DRAFTCORE_DISABLE="killer")
+    listed = {plugin["name"]: plugin for plugin in json.loads(listing.stdout)["plugins"]}
+    assert listed["killer"]["state"] == "disabled"
     assert "ZeroDivisionError" in listed["broken"]["problem"]
     assert "taker" in listed
 

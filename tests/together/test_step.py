@@ -1,4 +1,4 @@
-"""`train.compile`: the same losses from one compiled graph, and eager ones where there is no compiler."""
+"""A step: how much code of the core it goes through, and what it is when it is compiled."""
 
 import json
 import shutil
@@ -7,15 +7,35 @@ from pathlib import Path
 import pytest
 import torch
 
+import draftcore
 from tests.together.conftest import OPTIONS, NewProject, Project
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+CORE = Path(draftcore.__file__).parent
+TRACER = """
+import sys
+from pathlib import Path
+from draftcore import hookimpl
+
+CALLS = []
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith({core!r}):
+        CALLS.append(f"{{code.co_filename}}:{{code.co_qualname}}")
+
+@hookimpl
+def step_finished(step):
+    if step == 3:
+        sys.setprofile(note)
+    elif step == 4:
+        sys.setprofile(None)
+        Path({out!r}).write_text("\\n".join(CALLS))
+"""
 
 
-@needs_compiler
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.long
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     tmp_path: Path, new_project: NewProject, name: str, device: str
@@ -48,3 +68,17 @@ def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
     output = broken.cli("train", "train.compile=on").output
     assert output.count("warning: torch.compile failed") == 1
     assert broken.losses() == original.losses()
+
+
+def test_a_colocated_step_crosses_at_most_60_functions_of_the_core_in_500_calls(
+    project: Project, tmp_path: Path
+) -> None:
+    out = tmp_path / "functions"
+    plugin = tmp_path / "tracer.py"
+    plugin.write_text(TRACER.format(core=f"{CORE}/", out=str(out)))
+    project.cli("train", "store=auto", "train.checkpoint_every=100", plugin=plugin)
+    calls = out.read_text().splitlines()
+    functions = sorted({call for call in calls if not call.endswith(">")})
+    assert len(calls) <= 500, "\n".join(calls)
+    assert len(functions) > 20, "the trace saw nothing"
+    assert len(functions) <= 60, "\n".join(functions)
