@@ -117,10 +117,8 @@ class Observer:
 
 def registry_of(*plugins: object) -> Registry:
     """These objects as plugins that every run has, each named like its class."""
-    named = [(type(one).__name__.lower(), one) for one in plugins]
-    return Registry(
-        [Plugin(n, "", "", "", loose=True, state="ready", instance=one) for n, one in named]
-    )
+    about: Any = {"dist": "", "version": "", "module": "", "loose": True, "state": "ready"}
+    return Registry([Plugin(type(p).__name__.lower(), instance=p, **about) for p in plugins])
 
 
 class Run:
@@ -186,9 +184,7 @@ class Run:
         """Build the drafts and load their checkpoints."""
         request = FeatureRequest((0,), False, "float32")
         about = {"target": "none", "plugins": [], "features": "", "held_out": self.held_out}
-        watching = (
-            registry_of(self.observers, *self.plugins) if not self.ranks.rank else Registry(())
-        )
+        watching = registry_of(*() if self.ranks.rank else (self.observers, *self.plugins))
         opened = SimpleNamespace(ranks=self.ranks, observers=observers(watching), width=WIDTH)
         for label in self.labels:
             hook = register(registry_of(self.algorithms[label], *self.plugins).plugins).hook

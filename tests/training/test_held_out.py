@@ -97,12 +97,8 @@ class Setting:
             run=folder, target=TargetConfig(name="toy"), algorithm=Choice(name="toy"),
             train=TrainConfig.model_validate(chosen),
         )  # fmt: skip
-        self.capture, self.algorithm, self.data, self.ranks = (
-            Capture(),
-            Algorithm(),
-            self,
-            SINGLE_RANK,
-        )
+        self.capture, self.algorithm = Capture(), Algorithm()
+        self.data, self.ranks = self, SINGLE_RANK
         self.asked, self.evaluated = list[tuple[Any, ...]](), list[Any]()
         self.features = Features(self.algorithm.feature_request(), "made up")
         hook = register([Plugin("toy", "", "", "", instance=self.algorithm)]).hook
@@ -211,9 +207,7 @@ def test_held_out_rows_are_captured_once_for_all_drafts_and_stay_whole(setting: 
     assert (capture.opened, capture.closed) == (1, 1)
     assert sorted(row for rows in capture.batches for row in rows) == list(range(7))
     assert {len(rows) for rows in capture.batches} == {1, 2}
-    assert [one.id for one in held_out.samples] == [
-        algorithm.SampleId(name, 1) for name in DATA.feature_ids
-    ]
+    assert [s.id for s in held_out.samples] == [algorithm.SampleId(i, 1) for i in DATA.feature_ids]
     for row, one in enumerate(held_out.samples):
         tokens = DATA.tokens(row).tolist()
         assert (one.token_ids_T.tolist(), one.features[NAME].flatten().tolist()) == (tokens, tokens)

@@ -231,9 +231,8 @@ def test_an_error_of_one_rank_ends_the_other(
     name = "" if issubclass(error, DraftcoreError) else f"{error.__name__}: "
     assert f"{name}this rank has had enough\n  let it rest\n" in ended.output(rank)
     assert f"rank {rank}" not in ended.output(rank)
-    assert ended.output(1 - rank).startswith(
-        f"error: rank {rank} failed\n  {name}this rank has had enough\n    let it rest\n"
-    )
+    told = f"error: rank {rank} failed\n  {name}this rank has had enough\n    let it rest\n"
+    assert ended.output(1 - rank).startswith(told)
 
 
 def test_what_ranks_say_reaches_all_of_them_also_one_alone(start: Start, tmp_path: Path) -> None:
