@@ -41,12 +41,10 @@ class Cut:
 def balanced_cut(rows: int, width: int, least_share: float = LEAST_SHARE) -> Cut | None:
     """Return the cut that balances the tokens of rows of one width; None for a single token.
 
-    A row is cut only where the smaller half would otherwise have less than `least_share` of the tokens,
-    and never where there would then be more rows than tokens.
+    A row is cut only where the smaller half would otherwise have less than `least_share` of the tokens.
     """
-    row = rows // 2
-    if row and (row >= least_share * rows or width == 1):
-        return Cut(row)
+    if rows // 2 >= max(1, least_share * rows):
+        return Cut(rows // 2)
     half = rows * width // 2
     return Cut(half // width, half % width) if half else None
 
