@@ -19,7 +19,7 @@ from draftcore.errors import DraftcoreError, ExitStatus, UsageError, raised
 from draftcore.plugins.registry import Registry, load_plugins
 
 FILE = click.Path(path_type=Path)
-SYSTEM = "check the path, its permissions and the space there; --traceback shows who asked for it"
+HINT = "\n  check the path, its permissions and the space there; --traceback shows who asked for it"
 STATUS = (
     f"Exit status: {ExitStatus.DONE} done, {ExitStatus.FAILED} failed, {ExitStatus.REFUSED} wrongly asked, "
     f"{ExitStatus.INTERRUPTED} stopped by Ctrl-C."
@@ -50,8 +50,8 @@ class Verbs(click.Group):
         except (DraftcoreError, OSError) as error:  # OSError: seldom our bug
             if ctx.params["traceback"] or isinstance(error, BrokenPipeError):
                 raise
-            system = f"{raised(error)}\n  {SYSTEM}"
-            click.echo(f"error: {system if isinstance(error, OSError) else error}", err=True)
+            text = raised(error) + HINT if isinstance(error, OSError) else error
+            click.echo(f"error: {text}", err=True)
             ctx.exit(getattr(error, "exit_status", ExitStatus.FAILED))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

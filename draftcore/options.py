@@ -71,8 +71,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str]) -> None:
         *parents, last = key.split(".", 9)
         section = data
         for parent in parents:
-            if section.get(parent) is None:
-                section[parent] = {}
+            section[parent] = {} if section.get(parent) is None else section[parent]
             section = section[parent]
             if not isinstance(section, dict):
                 raise UsageError(f"override {override!r}: {parent!r} is a value, not a section")

@@ -15,13 +15,11 @@ import pluggy
 
 from draftcore.contracts.hooks import Specs
 
+OF_ONE_HOOK = "target", "samples", "capture", "batches", "evaluation", "runner"  # of their name
 # By kind the hooks that an offer of it has to answer.
 NEEDED: dict[str, tuple[str, ...]] = {
     "algorithm": ("feature_request", "build_draft", "collate", "forward_loss"),
-    **{
-        kind: (kind,)
-        for kind in ["target", "samples", "capture", "batches", "evaluation", "runner"]
-    },
+    **{kind: (kind,) for kind in OF_ONE_HOOK},
     "store": ("feature_store",),
     "ranks": ("ranks", "launch"),
     "graph": ("graph_backend",),

@@ -94,7 +94,7 @@ class Checkpoint:
 
         def read() -> Tensors:
             _require_whole(self.folder / name)
-            tensors.update(load_file(self.folder / name))
+            tensors.update(load_file(regular(self.folder / name)))
             return {name: tensor.to("meta") for name, tensor in tensors.items()}
 
         for key, like in ranks.on_rank0(read).items():

@@ -1,4 +1,4 @@
-"""The configuration of a run, from YAML and overrides."""
+"""The configuration of a run, from YAML and overrides; URIs of stores and channels, and sizes in them."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 
 from draftcore.config import RESERVED, load_config
 from draftcore.errors import UsageError
+from draftcore.uris import format_size, holds_secret, parse_size, parse_uri
 
 YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
 
@@ -30,6 +31,9 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
         ("topology.launcher=mine", "topology.launcher starts nothing: set topology.ranks"),
         ('run=""', "run: '.' names no folder of its own"),
+        ('run="a\\0b"', r"run: 'a\x00b' names no folder of its own"),
+        ("topology.ranks=0", "topology.ranks: Input should be greater than or equal to 1"),
+        ("train.batch=!!float 4", "train.batch: Input should be a valid integer, not 4.0"),
     ],
 )
 def test_what_is_wrong_with_a_key_is_said_with_the_keys_that_there_are(
@@ -60,9 +64,7 @@ def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
         ("run: \xff", ["cannot read", "UTF-8"]),
     ],
 )
-def test_a_file_that_is_no_mapping_is_named(
-    tmp_path: Path, text: str | None, says: list[str]
-) -> None:
+def test_a_file_of_no_mapping_is_named(tmp_path: Path, text: str | None, says: list[str]) -> None:
     name = "other.yaml" if text is None else "run.yaml"
     (tmp_path / name).write_bytes((text or "").encode("latin-1"))
     with pytest.raises(UsageError) as caught:
@@ -80,9 +82,7 @@ def test_a_file_that_is_no_mapping_is_named(
         ("a: &a [*a]", "Circular reference"),
     ],
 )
-def test_a_file_that_says_a_thing_twice_or_without_end_is_no_yaml(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_a_file_that_repeats_or_never_ends_is_no_yaml(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "run.yaml").write_text(YAML + text)
     with pytest.raises(UsageError, match=rf"run\.yaml is not YAML: (.|\n)*{says}"):
         load_config(tmp_path / "run.yaml")
@@ -96,3 +96,70 @@ def test_an_alias_is_a_copy_that_an_override_changes_alone(tmp_path: Path) -> No
     for label in RESERVED:
         with pytest.raises(UsageError, match=f"no draft can be labelled '{label}'"):
             load_config(tmp_path / "run.yaml", [f"drafts={{{label}: {{algorithm: {{name: a}}}}}}"])
+
+
+# ------------------------------------------------------------ URIs
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "path"),
+    [
+        ("file:a/b", "", "a/b"),
+        ("file:/a/b", "", "/a/b"),
+        ("file:///a/b", "", "/a/b"),
+        ("file:a%20b%3F", "", "a b?"),
+        ("memory", "", ""),
+        ("memory://?n=1", "", ""),
+        ("x://10.0.0.5:6379/run%207?n=1", "10.0.0.5:6379", "/run 7"),
+        ("x://[::1]:50051", "[::1]:50051", ""),
+    ],
+)
+def test_a_path_may_be_relative_or_absent_and_follow_a_host(
+    text: str, host: str, path: str
+) -> None:
+    uri = parse_uri(text, known=["n"], host=True)
+    assert (uri.text, uri.scheme, uri.host, uri.path) == (text, text.partition(":")[0], host, path)
+
+
+def test_an_option_may_be_a_size() -> None:
+    assert parse_uri("x:?limit=1.5GiB", known=["limit"]).size("limit") == 3 << 29
+    assert parse_uri("x:").size("limit") is None
+
+
+def test_an_unknown_option_and_a_host_where_there_are_only_paths_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"'max_byte' \(did you mean 'max_bytes'\?\)"):
+        parse_uri("memory:?max_byte=3", known=["max_bytes"])
+    with pytest.raises(UsageError, match="names the host 'some'"):
+        parse_uri("file://some/where")
+    with pytest.raises(UsageError, match="gives the option 'n' twice"):
+        parse_uri("memory:?n=3&n=4", known=["n"])
+    with pytest.raises(UsageError, match="cannot be printed"):
+        parse_uri("file:a%00b")
+
+
+@pytest.mark.parametrize("text", ["", "ten", "10 gigs", "-1", "1.5.2MiB", "9" * 400])
+def test_a_size_that_is_none_is_explained(text: str) -> None:
+    with pytest.raises(UsageError, match="500MiB, 10GiB or 4096"):
+        parse_size(text)
+
+
+def test_sizes_are_shown_for_people() -> None:
+    shown = [format_size(nbytes) for nbytes in (0, 1023, 1536, 5 << 30, 3000 << 40)]
+    assert shown == ["0 B", "1023 B", "1.5 KiB", "5.0 GiB", "3000.0 TiB"]
+    assert [parse_size(text) for text in ("4096", "2kB", "1.5 KiB")] == [4096, 2000, 1536]
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("x://me:hunter2@host:6379?prefix=a", True),
+        ("x://me:hun/ter2@host", True),
+        ("x://host?prefix=a&Password=hunter2", True),
+        ("x://host?auth_token=hunter2", True),
+        ("x://host:6379/1?prefix=a&tls=on&key=me.pem", False),
+        ("file:///mnt/me@work/features?max_bytes=1GiB", False),
+        ("file:me@work/pass", False),
+    ],
+)
+def test_a_secret_in_a_uri_is_noticed(text: str, secret: bool) -> None:
+    assert holds_secret(text) is secret

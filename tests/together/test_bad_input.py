@@ -96,9 +96,7 @@ def test_what_cannot_be_done_is_refused_before_any_work_with_what_there_is(
 
 
 @pytest.mark.parametrize("key", ["channel", "store", "data.train"])
-def test_a_password_in_a_uri_is_refused_and_neither_shown_nor_kept(
-    project: Project, key: str
-) -> None:
+def test_a_password_in_a_uri_is_refused_never_shown_nor_kept(project: Project, key: str) -> None:
     uri = "redis://me:hunter2@host:6379?prefix=a"
     override = f"{key}=[{{source: '{uri}'}}]" if key == "data.train" else f"{key}={uri}"
     output = refused(project, "train", override, says=[f"{key}: its URI holds", "environment"])
@@ -144,8 +142,8 @@ def test_what_is_no_file_is_refused_by_its_kind_in_the_place_of_each_that_is_rea
             there.rename(place)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket.jsonl")
-        for place in ("socket.jsonl", "/dev/zero"):
-            refused(trained, "train", f"data.train={place}", says=[f"{place} {NO_FILE}"])
+        for data in ("socket.jsonl", "/dev/zero"):
+            refused(trained, "train", f"data.train={data}", says=[f"{data} {NO_FILE}"])
 
 
 def numbers(command: click.Command, *above: str) -> Iterator[list[str]]:
@@ -171,9 +169,7 @@ def test_nan_is_no_number_of_any_verb(project: Project, monkeypatch: pytest.Monk
         refused(project, "eval", f"{key}=.nan", says=[key.partition(".")[2], "finite number"])
 
 
-def test_nothing_that_others_named_or_wrote_controls_the_terminal(
-    project: Project, tmp_path: Path
-) -> None:
+def test_what_others_wrote_never_controls_the_terminal(project: Project, tmp_path: Path) -> None:
     escape, shown = "\x1b[2J", "\\x1b[2J"
     target = tiny_target(tmp_path / "target")
     config = json.loads((target / "config.json").read_text())
@@ -214,9 +210,7 @@ def test_a_target_that_cannot_serve_says_what_it_lacks(
     assert "huggingface.co" not in broken
 
 
-def test_data_without_anything_to_learn_is_refused_and_bad_rows_are_named_by_line(
-    project: Project,
-) -> None:
+def test_data_that_teaches_nothing_is_refused_and_bad_rows_are_named(project: Project) -> None:
     file = project.folder / "train.jsonl"
     rows = file.read_text()
     question = '{"messages": [{"role": "user", "content": "hello"}]}\n'
@@ -228,9 +222,7 @@ def test_data_without_anything_to_learn_is_refused_and_bad_rows_are_named_by_lin
     assert "train.jsonl:25" in project.cli("train", "train.max_steps=1").stderr
 
 
-def test_a_non_finite_gradient_names_the_sample_and_keeps_the_weights(
-    project: Project, tmp_path: Path
-) -> None:
+def test_a_non_finite_gradient_names_the_sample_and_stops(project: Project, tmp_path: Path) -> None:
     """One sample's loss turns nan; the run stops before the update, and the others are innocent."""
     plugin = tmp_path / "poison.py"
     plugin.write_text(
@@ -318,9 +310,7 @@ def test_a_run_folder_that_is_a_file_is_named(project: Project) -> None:
     refused(project, "train", code=1, says=[str(project.run), "exists", "check the path"])
 
 
-def test_an_export_is_of_a_known_layout_in_an_empty_folder_and_read_from_one(
-    trained: Project,
-) -> None:
+def test_an_export_has_a_known_layout_and_an_empty_folder_and_is_read(trained: Project) -> None:
     """Where there is no room it leaves nothing: no file may be larger than 4 KiB here, which
 
     safetensors reports in an error of its own.

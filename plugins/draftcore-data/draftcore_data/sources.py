@@ -59,7 +59,7 @@ class JsonLines:
     def rows(self) -> Iterator[tuple[str, Any]]:
         above = os.path.commonpath([file.parent for file in self.files])
         for file in self.files:
-            with file.open("rb") as lines:
+            with regular(file).open("rb") as lines:
                 yield from lines_of(str(file), above, lines)
 
 
@@ -67,7 +67,7 @@ def content_key(files: Iterable[str | Path]) -> str:
     """Return what changes when the content of a file on this machine does."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
-        with open(file, "rb") as stream:
+        with regular(Path(file)).open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
     return digest.hexdigest()
 
@@ -103,7 +103,7 @@ def open_lines(uri: str) -> JsonLines:
             "  hf:org/name?split=train"
         )
     try:
-        with files[0].open("rb") as stream:
+        with regular(files[0]).open("rb") as stream:
             require_lines(str(files[0]), stream.read(64))
     except OSError as error:
         raise UsageError(f"cannot open {name}\n  {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from draftcore.cli import main
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from talking import Behaviour, Server, echo, write_rows
+from talking import Behaviour, Cli, Jsonl, MakeTokenizer, Serve, Server, echo, write_rows
 
 SPECIAL = (
     "<|im_start|> <|im_end|> <|endoftext|> <s> </s> [INST] [/INST] <|begin_of_text|> <|user|> <|end|>"
@@ -26,11 +26,9 @@ SPECIAL = (
 )
 CORPUS = ("Hello there, what is the sum?", "The answer is four.\n\nWhy?", "user\n assistant\n\n")
 
-MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
-
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve() -> Iterator[Serve]:
     servers: list[Server] = []
 
     def start(behave: Behaviour = echo) -> Server:
@@ -45,7 +43,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def cli() -> Callable[..., Result]:
+def cli() -> Cli:
     """Run the command line in this process, and expect an exit status."""
 
     def run(*arguments: object, status: int = 0) -> Result:
@@ -62,9 +60,6 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_target(tmp_path_factory.mktemp("target"), std=0.5)
 
 
-# ---------------------------------------------------------------- a tokenizer for templates
-
-
 @pytest.fixture(scope="session")
 def backend() -> Tokenizer:
     """Byte-level BPE that trims offsets, as GPT-2's and Llama 3's do, and merges whitespace."""
@@ -72,12 +67,9 @@ def backend() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        min_frequency=1,
-        special_tokens=SPECIAL.split(),
+        vocab_size=400, min_frequency=1, special_tokens=SPECIAL.split(), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return tokenizer
@@ -98,6 +90,6 @@ def chatml(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., str]:
+def jsonl(tmp_path: Path) -> Jsonl:
     """Writes rows as JSON lines (a string stands for a raw line) and returns the path."""
     return lambda *rows, name="train.jsonl": str(write_rows(tmp_path / name, *rows))

@@ -9,11 +9,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from click.testing import Result
 from draftcore_data.conversations import Conversation
 from draftcore_data.rendering import Renderer
 from draftcore_hf.target import TransformersTarget
+from transformers import PreTrainedTokenizerFast
 
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 Json = dict[str, Any]
+Cli = Callable[..., Result]
+Serve = Callable[..., "Server"]
+Jsonl = Callable[..., str]
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 # Returns a message, a whole body with its status, or None to break the connection.
 Behaviour = Callable[[Json], Json | tuple[int, Json] | None]
 
@@ -93,6 +100,16 @@ def chat(*turns: str, **more: Any) -> Json:
     """A conversation of user and assistant in turn."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)], **more}
+
+
+def write_run(folder: Path, target: object, options: Json | None = None, **data: Any) -> Path:
+    """Write the YAML of a run."""
+    settings = {
+        "run": str(folder / "run"), "target": {"path": str(target), "device": "cpu"}, "data": data,
+        "algorithm": {"name": "eagle3", "options": options or {}},
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    return folder / "run.yaml"
 
 
 def require_generated(answers: Path, target_folder: Path, tokens: int) -> int:

@@ -17,20 +17,14 @@ from draftcore_data import parallel
 from draftcore_data.dataset import Dataset, build_dataset, read_prompts
 from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
-from talking import chat
+from talking import QUICKSTART, Jsonl, MakeTokenizer, chat
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.errors import DraftcoreError, UsageError
 
-Jsonl = Callable[..., str]
 Build = Callable[..., Dataset]
-
-
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
-LONG = chat("Hi", "yes " * 100)
-LONG_QUESTION = chat("why " * 100, "Four.")
-NO_ANSWER = chat("Hi")
+LONG, LONG_QUESTION, NO_ANSWER = chat("Hi", "yes " * 100), chat("why " * 100, "Four."), chat("Hi")
 
 
 @pytest.fixture
@@ -39,7 +33,7 @@ def source(jsonl: Jsonl) -> str:
 
 
 @pytest.fixture
-def build(tmp_path: Path, make_tokenizer: Callable[..., Tokenizer]) -> Build:
+def build(tmp_path: Path, make_tokenizer: MakeTokenizer) -> Build:
     def build(source: str, *template: str, name: str = "data", **options: Any) -> Dataset:
         config = DataOptions(**{"max_length": 64, "bad_rows": "skip", **options})
         return build_dataset(source, make_tokenizer(*template), config, tmp_path / name)
@@ -59,14 +53,9 @@ def test_what_checkpoints_hold_of_a_dataset_never_changes(tmp_path: Path, jsonl:
     assert dataset.lengths.tolist() == [31, 15]
     assert dataset.feature_ids == ("997ff2ac5d0dbd3ed905479e", "93e04de88cc568aceb3e8b39")
     assert dataset.summary == DataSummary(
-        fingerprint="c54f71e0c00107ae5830817855e04b1e",
-        samples=2,
-        tokens=46,
-        loss_tokens=6,
-        max_length=31,
-        token_counts={2: 3, 67: 1, 68: 2},
-        chat_template="d7fc22e8f20b92957775bea292927515",
-    )
+        fingerprint="c54f71e0c00107ae5830817855e04b1e", samples=2, tokens=46, loss_tokens=6, max_length=31,
+        token_counts={2: 3, 67: 1, 68: 2}, chat_template="d7fc22e8f20b92957775bea292927515",
+    )  # fmt: skip
 
 
 def test_ids_name_row_content_mask_and_dataset(jsonl: Jsonl, build: Build) -> None:
@@ -84,9 +73,7 @@ def test_ids_name_row_content_mask_and_dataset(jsonl: Jsonl, build: Build) -> No
 # ---------------------------------------------------------------- policies
 
 
-def test_every_row_left_out_is_counted_and_written_down(
-    tmp_path: Path, jsonl: Jsonl, build: Build
-) -> None:
+def test_rows_left_out_are_counted_and_written(tmp_path: Path, jsonl: Jsonl, build: Build) -> None:
     source = jsonl(*["{"] * 25, chat("Hi", "Four."), NO_ANSWER, LONG)
     for report in (build(source).report, build(source).report):  # rendered, and reused
         assert report.text().splitlines() == [
@@ -95,17 +82,16 @@ def test_every_row_left_out_is_counted_and_written_down(
             "  1 left out: no assistant turn (train.jsonl:27)",
             "  1 left out: longer than 64 tokens (train.jsonl:28)",
         ]
-    with pytest.raises(
-        UsageError, match=r"26 of 27 rows cannot be used, more than data.bad_rows=0.1"
-    ):
-        build(source, bad_rows=0.1)
     written = json.loads((tmp_path / "data" / "dataset.json").read_text())["report"]["skipped"]
     assert [where for where, *_ in written] == [f"train.jsonl:{i}" for i in (*range(1, 26), 27, 28)]
+    says = r"26 of 27 rows cannot be used, more than data.bad_rows=0.1"
+    with pytest.raises(UsageError, match=says):
+        build(source, bad_rows=0.1)
+    report = build(jsonl(LONG, chat("Hi", "a"), "{"), bad_rows="refuse", limit=2).report
+    assert (report.kept, len(report.skipped)) == (1, 1)  # nor long ones, nor what is past the limit
 
 
-def test_truncation_keeps_the_head_and_drops_what_has_no_answer_left(
-    jsonl: Jsonl, build: Build
-) -> None:
+def test_truncation_keeps_the_head_and_drops_what_has_no_answer(jsonl: Jsonl, build: Build) -> None:
     source = jsonl(LONG, LONG_QUESTION)
     dataset, whole = build(source, overlong="truncate"), build(source, max_length=900, name="whole")
     assert dataset.lengths.tolist() == [64]
@@ -135,13 +121,6 @@ def test_refusing_names_the_line_and_keeps_the_earlier_dataset(
     assert build(source).fingerprint == before.fingerprint
     assert build(bad).report.kept == 300  # and what the refused build left behind does no harm
     assert before.tokens(1).tolist() == build(source).tokens(1).tolist()
-
-
-def test_refusing_bad_rows_refuses_neither_long_ones_nor_those_past_the_limit(
-    jsonl: Jsonl, build: Build
-) -> None:
-    report = build(jsonl(LONG, chat("Hi", "a"), "{"), bad_rows="refuse", limit=2).report
-    assert (report.kept, len(report.skipped)) == (1, 1)
 
 
 UNMARKED = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -200,7 +179,7 @@ def test_a_file_that_is_not_as_it_was_written_is_noticed_and_written_again(
     assert not caplog.text
 
 
-def test_a_row_that_changes_in_use_is_not_trained_on(
+def test_a_row_that_changes_in_use_is_not_learned(
     tmp_path: Path, source: str, build: Build
 ) -> None:
     """Whatever byte of it does, and no other row."""
@@ -250,11 +229,7 @@ def test_prompts_drop_the_last_answer_and_those_that_are_too_long_and_say_how_ma
 
 
 def test_many_rows_stay_in_order_and_are_rendered_by_other_processes_to_the_same_bytes(
-    tmp_path: Path,
-    chatml: Tokenizer,
-    jsonl: Jsonl,
-    build: Build,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, chatml: Tokenizer, jsonl: Jsonl, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than are tokenized in one call, with some that cannot be read or rendered."""
     others: dict[int, Any] = {3: NO_ANSWER, 5: chat("Hi", "\ud800"), 6: "{", 2: LONG}
@@ -276,9 +251,8 @@ def test_many_rows_stay_in_order_and_are_rendered_by_other_processes_to_the_same
     assert here == [f"train.jsonl:{line}" for line in range(1, 51)]
     assert together.report == alone.report
     for name in ("rows.bin", "dataset.json"):
-        assert (tmp_path / "together" / name).read_bytes() == (
-            tmp_path / "alone" / name
-        ).read_bytes()
+        one, other = (tmp_path / folder / name for folder in ("together", "alone"))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_renderer_that_dies_ends_the_build_with_an_error(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from click.testing import Result
 from draftcore_data.options import DataOptions
-from talking import Server, chat, write_rows
+from talking import QUICKSTART, Cli, Serve, chat, write_rows
 
 from draftcore import open_run
 
 ROOT = Path(__file__).parents[3]
-QUICKSTART = ROOT / "examples" / "quickstart"
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"^```console\n\$ draftcore (.*?)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 (RUN,) = re.findall(r"^```yaml\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -42,16 +39,12 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("command", "expected"), SHOWN, ids=[command for command, _ in SHOWN])
-def test_the_readme_shows_what_is_printed(
-    cli: Callable[..., Result], serve: Callable[..., Server], command: str, expected: str
-) -> None:
+def test_the_readme_shows_the_output(cli: Cli, serve: Serve, command: str, expected: str) -> None:
     given = command.replace("http://localhost:8000", serve().url)
     assert cli(*given.split()).stdout == expected
 
 
-def test_the_commands_of_the_data_page_work_one_after_the_other(
-    cli: Callable[..., Result], serve: Callable[..., Server]
-) -> None:
+def test_the_commands_of_the_data_page_work_one_after_the_other(cli: Cli, serve: Serve) -> None:
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     commands = re.findall(r"^draftcore (data .*?)(?: +#.*)?$", page, re.MULTILINE)
     assert len(commands) == 3
@@ -63,10 +56,8 @@ def test_the_commands_of_the_data_page_work_one_after_the_other(
 def test_the_readmes_run_names_its_rows_and_its_table_the_options_that_there_are() -> None:
     Path("readme.yaml").write_text(RUN)
     with open_run("readme.yaml", (f"target.path={QUICKSTART / 'target'}",)) as run:
-        assert (run.data.train, run.data.eval) == (
-            "chats.jsonl, hf:org/name?split=train", "held-out.jsonl",
-        )  # fmt: skip
-        assert run.data.longest == 4096
+        assert run.data.train == "chats.jsonl, hf:org/name?split=train"
+        assert (run.data.eval, run.data.longest) == ("held-out.jsonl", 4096)
         assert not run.folder.exists(), "rows are read when they are asked for"
     fields = DataOptions.model_fields
     assert [name for name, _ in TABLE] == list(fields)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,19 @@ import pytest
 from click.testing import Result
 from draftcore_data.conversations import Conversation
 from draftcore_data.sources import read_conversations
-from talking import Json, Server, chat, echo, require_generated, rows_of, write_rows
+from talking import (
+    Cli,
+    Json,
+    Serve,
+    Server,
+    chat,
+    echo,
+    require_generated,
+    rows_of,
+    write_rows,
+    write_run,
+)  # fmt: skip
 
-Cli = Callable[..., Result]
-Serve = Callable[..., Server]
 VERB = ("data", "regenerate")
 QUESTIONS = [f"q{i}" for i in range(12)]
 
@@ -80,12 +88,11 @@ def test_every_turn_is_asked_anew_after_the_answers_given_before(ask: Asking, se
 # ------------------------------------------------------------ servers that fail
 
 
-def test_failures_of_servers_are_survived_and_every_row_is_there_once(
+def test_failing_servers_are_survived_and_every_row_is_there_once(
     ask: Asking, serve: Serve
 ) -> None:
     """Four of five questions are failed, each in its way, and answered when asked again."""
-    tried = Counter[str]()
-    ways = [(500, {}), (429, {"error": "busy"}), (503, {}), None]
+    tried, ways = Counter[str](), [(500, {}), (429, {"error": "busy"}), (503, {}), None]
 
     def fail_first(asked: Json) -> Any:
         tried[question(asked)] += 1
@@ -127,7 +134,7 @@ def test_several_servers_share_the_work_and_progress_has_rate_tokens_and_time_le
         assert part in result.stderr
 
 
-def test_what_servers_refuse_or_fail_at_is_listed_and_asked_again_by_the_same_command(
+def test_what_servers_refuse_or_fail_at_is_listed_and_asked_again(
     ask: Asking, serve: Serve
 ) -> None:
     ways = {"q3": (400, {"message": "too long"}), "q7": (500, {})}
@@ -157,9 +164,7 @@ def test_it_gives_up_where_no_server_ever_answers(ask: Asking, serve: Serve) -> 
     assert "cannot be asked" in wrong.stderr or "models" in wrong.stderr
 
 
-def test_killed_in_the_middle_it_goes_on_and_loses_and_doubles_no_row(
-    ask: Asking, serve: Serve
-) -> None:
+def test_killed_it_goes_on_and_loses_and_doubles_no_row(ask: Asking, serve: Serve) -> None:
     """Killed by SIGKILL while questions are under way, and the last line torn as by a power cut.
 
     Until then no other process writes to its file.
@@ -205,11 +210,7 @@ CALLING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "turns"),
-    [('{"a":1}', 4), ('{"a": 2}', 2), (None, 2)],
-    ids=["same", "other", "none"],
-)
+@pytest.mark.parametrize(("arguments", "turns"), [('{"a":1}', 4), ('{"a": 2}', 2), (None, 2)])
 def test_results_of_tools_are_kept_where_the_same_call_was_made(
     ask: Asking, serve: Serve, arguments: str | None, turns: int
 ) -> None:
@@ -232,7 +233,7 @@ def test_results_of_tools_are_kept_where_the_same_call_was_made(
         assert row["messages"][3]["content"] == "it is 2"
 
 
-def test_reasoning_comes_by_one_name_a_cut_answer_ends_its_row_and_an_empty_one_is_a_failure(
+def test_reasoning_has_one_name_and_a_cut_or_empty_answer_ends_it(
     ask: Asking, serve: Serve
 ) -> None:
     def reason(asked: Json) -> Json:
@@ -250,49 +251,29 @@ def test_reasoning_comes_by_one_name_a_cut_answer_ends_its_row_and_an_empty_one_
     assert failed["reason"] == "the answer is empty"
 
 
-def test_prompts_without_answers_are_answered_and_a_row_of_tokens_is_listed(
-    ask: Asking, serve: Serve
-) -> None:
+def test_what_is_not_learned_stays_and_a_prompt_gets_an_answer(ask: Asking, serve: Serve) -> None:
     brief = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "c"}]
+    kept = chat("one", "kept", "two", "old")["messages"]
+    kept = [{"role": "assistant", "content": "hello"}, kept[0], {**kept[1], "weight": 0}, *kept[2:]]
     tokens = {"input_ids": [1, 2], "loss_mask": [0, 1]}
-    rows = [{"prompt": "a"}, {"instruction": "b"}, {"messages": brief}, tokens]
-    ask(serve(), "--concurrency", 1, rows=rows)
-    found = [row["messages"][-1]["content"] for row in rows_of(ask.out)]
-    assert found == ["answer 1 to a", "answer 1 to b", "answer 2 to c"]
+    rows = [{"prompt": "a"}, {"instruction": "b"}, {"messages": brief}, {"messages": kept}, tokens]
+    server = serve()
+    ask(server, "--concurrency", 1, rows=rows)
+    *found, last = (row["messages"] for row in rows_of(ask.out))
+    assert [m[-1]["content"] for m in found] == ["answer 1 to a", "answer 1 to b", "answer 2 to c"]
+    answers = [("hello", 0), ("kept", 0), ("answer 4 to two", 1)]
+    assert [(m["content"], m.get("weight", 1)) for m in last[::2]] == answers
+    assert "weight" not in json.dumps(server.asked), "a key of ours, unknown to servers"
     (listed,) = rows_of(ask.failed)
     assert "a row of tokens" in listed["reason"]
 
 
-def test_a_turn_that_is_not_learned_stays_as_it_is(ask: Asking, serve: Serve) -> None:
-    row = chat("one", "kept", "two", "old")
-    row["messages"][1]["weight"] = 0
-    row["messages"].insert(0, {"role": "assistant", "content": "hello"})
-    server = serve()
-    ask(server, rows=[row])
-    (found,) = rows_of(ask.out)
-    assert [(m["content"], m.get("weight", 1)) for m in found["messages"][::2]] == [
-        ("hello", 0), ("kept", 0), ("answer 4 to two", 1),
-    ]  # fmt: skip
-    assert "weight" not in json.dumps(server.asked), "a key of ours, unknown to servers"
-
-
-def run_of(folder: Path, target: object, **data: Any) -> Path:
-    settings = {
-        "run": str(folder / "run"),
-        "target": {"path": str(target), "device": "cpu"},
-        "data": data,
-        "algorithm": {"name": "eagle3"},
-    }
-    (folder / "run.yaml").write_text(json.dumps(settings))
-    return folder / "run.yaml"
-
-
-def test_a_run_says_what_is_asked_and_how_it_thinks(
+def test_a_run_says_what_to_ask_and_how_it_thinks(
     ask: Asking, serve: Serve, tmp_path: Path
 ) -> None:
     """Its sources are asked once each, whatever their weights, with what its template is told."""
     twice, how = {"source": str(ask.source), "weight": 2}, {"enable_thinking": False}
-    ask.source = run_of(tmp_path, "none", train=[twice], template_options=how)
+    ask.source = write_run(tmp_path, "none", train=[twice], template_options=how)
     server = serve()
     result = ask(server)
     ask.require_each_once()
@@ -309,11 +290,9 @@ def test_sampling_and_the_key_reach_the_server_and_the_key_nobody_else(
     server = serve(lambda asked: (400, {"message": f"bad key {server.headers['Authorization']}"}))
     sampling = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 7, "--reasoning-effort", "low")
     result = ask(server, "--rows", 1, *sampling, status=1)
-    body = {key: value for key, value in server.asked[0].items() if key != "messages"}
-    assert body == {
-        "model": "tiny", "max_tokens": 2048, "temperature": 0.5, "top_p": 0.9, "seed": 7,
-        "reasoning_effort": "low",
-    }  # fmt: skip
+    body = {"model": "tiny", "max_tokens": 2048, "temperature": 0.5, "top_p": 0.9, "seed": 7}
+    body |= {"reasoning_effort": "low", "messages": server.asked[0]["messages"]}
+    assert server.asked[0] == body
     assert server.headers["Authorization"] == "Bearer very-secret"
     written = "".join(file.read_text() for file in ask.out.parent.glob("answers*"))
     assert "bad key Bearer ***" in written
@@ -330,13 +309,13 @@ def test_answers_made_with_other_settings_do_not_join_a_file(ask: Asking, serve:
     assert "answers.jsonl:1 is no answer" in ask(server, "--seed", 1, status=2).stderr
 
 
-def test_the_target_in_this_process_answers_as_it_generates(
+def test_in_process_answers_are_what_it_generates(
     cli: Cli, tmp_path: Path, target_folder: Path
 ) -> None:
     """Whatever batches the prompts fall into; and answers in turn are asked after each other."""
     rows = [chat("hi" * i, "old", "more", "old") for i in range(1, 8)]
     train, out = str(write_rows(tmp_path / "rows.jsonl", *rows)), tmp_path / "answers.jsonl"
-    run = run_of(tmp_path, target_folder, train=train)
+    run = write_run(tmp_path, target_folder, train=train)
     asked = (*VERB, run, "--out", out, "--in-process", "--max-tokens", 9)
     cli(*asked, "--concurrency", 3)
     assert require_generated(out, target_folder, 9) == 7

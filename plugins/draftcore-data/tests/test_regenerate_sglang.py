@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from draftcore_sdk.serving import Serving
-from talking import chat, require_generated, write_rows
+from talking import Cli, chat, require_generated, write_rows
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang is not installed", allow_module_level=True)
@@ -30,7 +28,7 @@ TOKENS = 12
 
 
 def test_a_server_answers_every_turn_as_the_target_does(
-    cli: Callable[..., Result], target_folder: Path, tmp_path: Path
+    cli: Cli, target_folder: Path, tmp_path: Path
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -10,89 +10,41 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_data import rendering
 from draftcore_data.conversations import BadRow, Rendered, parse_row
 from draftcore_data.options import DataOptions
 from draftcore_data.rendering import CALLS_LOST, FORMAT, REASONING_LOST, SPLIT, Renderer
 from draftcore_sdk.targets import byte_tokenizer
+from talking import MakeTokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from draftcore.errors import UsageError
 
-MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
-    "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+def template(name: str) -> str:
+    """Return a chat template after a family of real ones; a line may end where a block does."""
+    file = Path(__file__).parent / "templates" / f"{name}.jinja"
+    return file.read_text(encoding="utf-8").removesuffix("\n")
+
+
+CHATML, LLAMA3, MISTRAL, PHI, VICUNA = map(
+    template, ("chatml", "llama3", "mistral", "phi", "vicuna")
 )
 # Reasoning is kept in the turns after the last question, where even an empty block is written.
-QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% set reasoning = '' %}{% set content = m.content %}"
-    "{% if '</think>' in content %}"
-    "{% set reasoning = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ reasoning }}\n</think>\n\n{% endif %}{{ content }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ block }}{% endif %}"
-)
-QWEN3_THINKING = QWEN3.replace("{{ block }}", "")
-QWEN3_NO_THINKING = QWEN3.replace("{{ block }}", "<think>\n\n</think>\n\n")
+QWEN3_THINKING = template("qwen3").replace("{{ block }}", "")
+QWEN3_NO_THINKING = template("qwen3").replace("{{ block }}", "<think>\n\n</think>\n\n")
 # The generation prompt opens a think block; the text of an answer has it stripped off.
-R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}"
-    "{% else %}<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
-)
-PHI = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-VICUNA = (
-    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} "
-    "{% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-)
+R1, MARKED, NO_END_OF_TURN, TOOLS = map(template, ("r1", "marked", "no_end_of_turn", "tools"))
 # Old templates know no add_generation_prompt.
 CHATML_ALONE, VICUNA_ALONE = (one.split("{% if add_gen")[0] for one in (CHATML, VICUNA))
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-NO_END_OF_TURN = (
-    "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
-)
-TOOLS = (
-    "{% for t in tools or [] %}TOOL {{ t.name }}\n{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% if m.tool_calls %}<tool_call>{{ m.tool_calls[0].name }}</tool_call>{% endif %}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 def talk(*said: str, **fields: Any) -> list[dict[str, Any]]:
@@ -146,55 +98,40 @@ LEARNED: dict[str, tuple[str, list[Any], list[str]]] = {
     "header-without-newline": (VICUNA, TWO_TURNS, ending("</s>", " Four.", " It is the sum.")),
     "header-with-a-space": (VICUNA_ALONE, TWO_TURNS, ending("</s>", " Four.", " It is the sum.")),
     "space-at-the-end-of-a-header": (
-        replaced("ASSISTANT:{% endif", "ASSISTANT: {% endif", VICUNA),
-        talk("Hi", "\nFour."),
-        ["\nFour.</s>"],
+        replaced("ASSISTANT:{% endif", "ASSISTANT: {% endif", VICUNA), talk("Hi", "\nFour."), ["\nFour.</s>"],
     ),
     "empty-think-block-in-the-prompt": (QWEN3_NO_THINKING, TWO_TURNS, ending(END, *BOTH)),
     "empty-think-block-in-an-answer": (
-        QWEN3_THINKING,
-        TWO_TURNS,
-        ending(END, "Four.", f"{NONE}It is the sum."),
+        QWEN3_THINKING, TWO_TURNS, ending(END, "Four.", f"{NONE}It is the sum."),
     ),
     "an-answer-that-begins-as-the-dropped-block-does": (
-        QWEN3_NO_THINKING,
-        talk("a tag?", "<think> is a tag", "Why?", "It is."),
+        QWEN3_NO_THINKING, talk("a tag?", "<think> is a tag", "Why?", "It is."),
         ending(END, "<think> is a tag", "It is."),
     ),
     "reasoning-that-the-prompt-opened": (R1, talk("?", f"{THOUGHT}Four."), ["\n\nFour.</s>"]),
     "system-unicode-and-an-end-of-turn-in-content": (
-        CHATML,
-        [SYSTEM, *talk("Hi", f"Hé, 日本!\n{END}", "Hi", "no")],
+        CHATML, [SYSTEM, *talk("Hi", f"Hé, 日本!\n{END}", "Hi", "no")],
         ending(END, f"Hé, 日本!\n{END}", "no"),
     ),
     # The header's newline and the answer's first merge into one token, which is the prompt's.
     "token-over-the-edge": (CHATML, talk("Hi", "\n\nFour."), ["\nFour.<|im_end|>"]),
-    "assistant-first-user-last": (
-        CHATML,
-        talk("", "Hm!", "Hi", "no", "?")[1:],
-        ["Hm!" + END, "no" + END],
-    ),
+    "assistant-first-user-last": (CHATML, talk("", "Hm!", "Hi", "no", "?")[1:], ending(END, "Hm!", "no")),
     "llama3-trims-content": (
-        LLAMA3,
-        talk("Hi", "  Four. \n", "?", "\nsum "),
-        ending("<|eot_id|>", "Four.", "sum"),
+        LLAMA3, talk("Hi", "  Four. \n", "?", "\nsum "), ending("<|eot_id|>", "Four.", "sum"),
     ),
     "content-is-trimmed-on-the-right": (
-        replaced("m.content }}", "m.content.rstrip() }}"),
-        talk("Hi", " Four. \n", "?", "sum"),
+        replaced("m.content }}", "m.content.rstrip() }}"), talk("Hi", " Four. \n", "?", "sum"),
         ending(END, " Four.", "sum"),
     ),
     "content-is-rewritten-in-place": (
-        replaced("m.content }}", "m.content.replace('2', 'two') }}"),
-        talk("2?", "2+2", "?", "2"),
+        replaced("m.content }}", "m.content.replace('2', 'two') }}"), talk("2?", "2+2", "?", "2"),
         ending(END, "two+two", "two"),
     ),
     "tool-calls-belong-to-the-answer": (
-        TOOLS,
-        [*talk("2+2?", "Well.", **NAMED), TOOL, *talk("", "Four.")[1:]],
+        TOOLS, [*talk("2+2?", "Well.", **NAMED), TOOL, *talk("", "Four.")[1:]],
         ending("<|end|>", "Well.<tool_call>add</tool_call>", "Four."),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "messages", "expected"), LEARNED.values(), ids=LEARNED)
@@ -228,30 +165,41 @@ def test_offsets_survive_normalizers_and_metaspace() -> None:
     assert "Hi" not in kept
 
 
+CALL = {"function": {"name": "add", "arguments": '{"a": 2}'}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str | None, thought: str = "", *calls: Any, **more: Any) -> dict[str, Any]:
+    turn = {"role": "assistant", "content": text, "reasoning": thought, "tool_calls": [*calls]}
+    return {**{key: value for key, value in turn.items() if value or key == "content"}, **more}
+
+
 REASONING_FIELD = replaced("{{ m.content", "<think>{{ m.reasoning_content }}</think>{{ m.content")
 CLOSED_THINK_BLOCK = replaced("assistant\n", "assistant\n<think></think>", REASONING_FIELD)
+COUNTED = replaced("m.content }}", "m.content }} ({{ m.content | length }})")
+NO_END = replaced("<|end|>", "{% if m.tool_calls %}?{% else %}<|end|>{% endif %}", TOOLS)
 REWRITES, NO_PROMPT = "rewrites its content", "not the generation prompt"
+EMPTY = "an answer is empty in the rendered text: message 2"
 LONGER_THAN_PROBE = talk("a", "longer than eight", "b", "c")
-TWO_ANSWERS = [*talk("a", "b", **NAMED), *talk("", "c")[1:]]
+CALLING = [user("2+2?"), said(None, "", CALL), TOOL, said("Four.")]
 REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "refused": (MISTRAL, [*talk("a"), *talk("b", "c")], "alternate"),
     "half-a-surrogate": (CHATML, talk("a", "\ud800"), "Unicode"),
     "closed-think-block": (QWEN3_NO_THINKING, talk("a", f"{THOUGHT}b"), NO_PROMPT),
     "reasoning-field": (CLOSED_THINK_BLOCK, talk("a", "b", reasoning_content="hm"), NO_PROMPT),
     "content-is-cut": (replaced("m.content", "m.content[:8]"), LONGER_THAN_PROBE, REWRITES),
-    "content-is-counted": (
-        replaced("m.content }}", "m.content }} ({{ m.content | length }})"),
-        LONGER_THAN_PROBE,
-        REWRITES,
-    ),
+    "content-is-counted": (COUNTED, LONGER_THAN_PROBE, REWRITES),
     "tool-calls-without-an-end": (
-        replaced("<|end|>", "{% if m.tool_calls %}?{% else %}<|end|>{% endif %}", TOOLS),
-        TWO_ANSWERS,
-        "no end-of-turn",
+        NO_END, [*talk("a", "b", **NAMED), *talk("", "c")[1:]], "no end-of-turn",
     ),
+    "calls-that-are-not-written": (CHATML, CALLING, EMPTY),
+    "nothing-said": (CHATML, [user("a"), said(""), user("b"), said("c")], EMPTY),
     "no-assistant": (CHATML, talk("a"), "no assistant turn: roles user"),
     "none-to-learn": (MISTRAL, talk("a", "b", train=False), "no assistant turn to learn"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "messages", "reason"), REFUSED.values(), ids=REFUSED)
@@ -287,10 +235,17 @@ def test_a_prompt_ends_where_the_last_answer_would_begin(
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
 
 
-def test_tools_of_a_row_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
-    tokenizer = make_tokenizer(TOOLS)
+def test_tools_of_a_row_and_a_file_in_the_place_of_the_targets_template_are_used(
+    tmp_path: Path, make_tokenizer: MakeTokenizer
+) -> None:
+    tokenizer, file = make_tokenizer(TOOLS), tmp_path / "mine.jinja"
     (rendered,) = render(tokenizer, parsed(talk("Hi", "Four."), tools=[{"name": "add"}]))
     assert tokenizer.decode(rendered.token_ids).startswith("TOOL add\n<|user|>Hi<|end|>\n")
+    file.write_text(GLM)
+    (row,) = render(tokenizer, TWICE[:2], chat_template=str(file))
+    assert learned(tokenizer, row) == ["\n<think>hm</think>\nFour."]
+    with pytest.raises(UsageError, match=r"data\.chat_template: .*none\.jinja cannot be read"):
+        render(tokenizer, TWICE, chat_template=str(tmp_path / "none.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -311,144 +266,63 @@ def test_a_tokenizer_that_cannot_render_is_refused_when_made(
 
 # ---------------------------------------------------------------- as it was served
 
-LAST_QUESTION = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-)
 # Reasoning is dropped once the next question comes; an answer without it has an empty block.
-QWEN3_FIELD = (
-    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'tool' %}"
-    "<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n"
-    "{% else %}<|im_start|>{{ m.role }}\n"
-    "{% if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
-    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
+QWEN3_FIELD = template("qwen3_field")
 # No token ends a turn: the next turn's header does.
-GLM = (
-    LAST_QUESTION + "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
-    "<think>{% if loop.index0 > ns.last %}{{ m.reasoning_content }}{% endif %}</think>"
-    "{% if m.content %}{{ '\n' + m.content }}{% endif %}{% for call in m.tool_calls or [] %}"
-    "{{ '\n<tool_call>' + call.function.name }}"
-    "{% for key, value in call.function.arguments.items() %}{{ '\n' + key }}={{ value }}{% endfor %}"
-    "{{ '\n</tool_call>' }}{% endfor %}{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+GLM = template("glm")
 # The last answer's thinking and end differ from those in history; what was thought before a call is
 # written until an answer follows. It takes arguments as text alone.
-GPT_OSS = (
-    "{% set ns = namespace(final=-1) %}{% for m in messages %}"
-    "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.final = loop.index0 %}{% endif %}"
-    "{% endfor %}<s>Current date: {{ strftime_now('%Y-%m-%d') }}"
-    "{% for m in messages %}<|start|>{{ m.role }}"
-    "{% if m.role != 'assistant' %}<|message|>{{ m.content }}<|end|>"
-    "{% elif m.tool_calls %}{% if m.thinking and loop.index0 > ns.final %}<|analysis|>"
-    "{{ m.thinking }}<|end|><|start|>assistant{% endif %} to="
-    "{{ m.tool_calls[0].function.name + m.tool_calls[0].function.arguments }}<|call|>"
-    "{% elif loop.last and not add_generation_prompt %}{% if m.thinking %}<|analysis|>"
-    "{{ m.thinking }}<|end|><|start|>assistant{% endif %}<|final|>{{ m.content }}</s>"
-    "{% else %}<|final|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-CALL = {"function": {"name": "add", "arguments": '{"a": 2}'}}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def said(text: str | None, thought: str = "", *calls: Any, **more: Any) -> dict[str, Any]:
-    turn = {"role": "assistant", "content": text, "reasoning": thought, "tool_calls": [*calls]}
-    return {**{key: value for key, value in turn.items() if value or key == "content"}, **more}
-
-
+GPT_OSS = template("gpt_oss")
 TWICE = [user("2+2?"), said("Four.", "hm"), user("Why?"), said("It is.", "so")]
-CALLING = [user("2+2?"), said(None, "", CALL), TOOL, said("Four.")]
 THINKING = [user("2+2?"), said(None, "use it", CALL), TOOL, said("Four.", "ah")]
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
 SHORT = {"template_options": {"enable_thinking": False}}
+USED, AH = f"<think>\nuse it\n</think>\n\n{QWEN_CALL}", f"<think>\nah\n</think>\n\nFour.{END}"
+SO = f"<think>\nso\n</think>\n\nIt is.{END}"
+FINAL = "<|end|><|start|>assistant<|final|>"
 SERVED: dict[str, tuple[str, list[Any], dict[str, Any], list[list[str]]]] = {
     "qwen3-thinks-before-each-answer": (
-        QWEN3_FIELD,
-        TWICE,
-        {},
-        [[f"<think>\nhm\n</think>\n\nFour.{END}"], [f"<think>\nso\n</think>\n\nIt is.{END}"]],
+        QWEN3_FIELD, TWICE, {}, [[f"<think>\nhm\n</think>\n\nFour.{END}"], [SO]],
     ),
     "qwen3-without-thinking-is-one-row": (
-        QWEN3_FIELD,
-        [user("2+2?"), said("Four."), user("Why?"), said("It is.")],
-        SHORT,
+        QWEN3_FIELD, [user("2+2?"), said("Four."), user("Why?"), said("It is.")], SHORT,
         [["Four." + END, "It is." + END]],
     ),
     "qwen3-calls-a-tool": (QWEN3_FIELD, CALLING, SHORT, [[QWEN_CALL], ["Four." + END]]),
-    "qwen3-thinks-and-calls-a-tool": (
-        QWEN3_FIELD,
-        THINKING,
-        {},
-        [[f"<think>\nuse it\n</think>\n\n{QWEN_CALL}", f"<think>\nah\n</think>\n\nFour.{END}"]],
-    ),
+    "qwen3-thinks-and-calls-a-tool": (QWEN3_FIELD, THINKING, {}, [[USED, AH]]),
     "qwen3-rows-are-as-few-as-can-be": (
-        QWEN3_FIELD,
-        [*THINKING, user("Why?"), said("It is.", "so")],
-        {},
-        [
-            [f"<think>\nuse it\n</think>\n\n{QWEN_CALL}", f"<think>\nah\n</think>\n\nFour.{END}"],
-            [f"<think>\nso\n</think>\n\nIt is.{END}"],
-        ],
+        QWEN3_FIELD, [*THINKING, user("Why?"), said("It is.", "so")], {}, [[USED, AH], [SO]],
     ),
-    "qwen3-learns-the-last-turn-only": (
-        QWEN3_FIELD,
-        TWICE,
-        {"last_turn_only": True},
-        [[f"<think>\nso\n</think>\n\nIt is.{END}"]],
-    ),
+    "qwen3-learns-the-last-turn-only": (QWEN3_FIELD, TWICE, {"last_turn_only": True}, [[SO]]),
     "glm-calls-a-tool": (
-        GLM,
-        CALLING,
-        {},
+        GLM, CALLING, {},
         [["\n<think></think>\n<tool_call>add\na=2\n</tool_call>", "\n<think></think>\nFour."]],
     ),
     "glm-thinks-before-each-answer": (
-        GLM,
-        TWICE,
-        {},
-        [["\n<think>hm</think>\nFour."], ["\n<think>so</think>\nIt is."]],
+        GLM, TWICE, {}, [["\n<think>hm</think>\nFour."], ["\n<think>so</think>\nIt is."]],
     ),
     "gpt-oss-thinks-before-each-answer": (
-        GPT_OSS,
-        TWICE,
-        {},
-        [
-            ["<|analysis|>hm<|end|><|start|>assistant<|final|>Four.</s>"],
-            ["<|analysis|>so<|end|><|start|>assistant<|final|>It is.</s>"],
-        ],
+        GPT_OSS, TWICE, {}, [[f"<|analysis|>hm{FINAL}Four.</s>"], [f"<|analysis|>so{FINAL}It is.</s>"]],
     ),
     "gpt-oss-thinks-and-calls-a-tool": (
-        GPT_OSS,
-        [*THINKING, user("Why?"), said("It is.", "so")],
-        {},
+        GPT_OSS, [*THINKING, user("Why?"), said("It is.", "so")], {},
         [
             [
                 '<|analysis|>use it<|end|><|start|>assistant to=add{"a": 2}<|call|>',
-                "<|analysis|>ah<|end|><|start|>assistant<|final|>Four.</s>",
+                f"<|analysis|>ah{FINAL}Four.</s>",
             ],
-            ["<|analysis|>so<|end|><|start|>assistant<|final|>It is.</s>"],
+            [f"<|analysis|>so{FINAL}It is.</s>"],
         ],
     ),
     "a-turn-of-weight-0-and-one-not-to-train-are-not-learned": (
         CHATML,
         [user("a"), said("b", weight=0), user("c"), said("d"), user("e"), said("f", train=False)],
-        {},
-        [["d" + END]],
+        {}, [["d" + END]],
     ),
     "markers-leave-out-turns-of-weight-0-too": (
         MARKED,
         [{**user("a"), "role": "assistant"}, user("c"), said("d"), user("e"), said("", weight=0)],
-        {},
-        [["a" + END, "d" + END]],
+        {}, [["a" + END, "d" + END]],
     ),
 }  # fmt: skip
 
@@ -457,12 +331,9 @@ SERVED: dict[str, tuple[str, list[Any], dict[str, Any], list[list[str]]]] = {
     ("template", "messages", "options", "expected"), SERVED.values(), ids=SERVED
 )
 def test_each_answer_is_learned_as_it_was_served(
-    make_tokenizer: MakeTokenizer,
-    template: str,
-    messages: list[Any],
-    options: dict[str, Any],
+    make_tokenizer: MakeTokenizer, template: str, messages: list[Any], options: dict[str, Any],
     expected: list[list[str]],
-) -> None:
+) -> None:  # fmt: skip
     """After the prompt that a server would have made, letter for letter."""
     tokenizer = make_tokenizer(template)
     rows = render(tokenizer, messages, **options)
@@ -483,10 +354,7 @@ def test_each_answer_is_learned_as_it_was_served(
     ],
 )
 def test_what_a_template_drops_is_counted(
-    make_tokenizer: MakeTokenizer,
-    template: str,
-    messages: list[Any],
-    notes: dict[str, int],
+    make_tokenizer: MakeTokenizer, template: str, messages: list[Any], notes: dict[str, int]
 ) -> None:
     found: Counter[str] = Counter()
     for row in render(make_tokenizer(template), messages):
@@ -494,17 +362,7 @@ def test_what_a_template_drops_is_counted(
     assert found == notes
 
 
-@pytest.mark.parametrize("messages", [CALLING, [user("a"), said(""), user("b"), said("c")]])
-def test_an_answer_of_which_nothing_is_written_is_refused(
-    chatml: PreTrainedTokenizerFast, messages: list[Any]
-) -> None:
-    (bad,) = render(chatml, messages)
-    assert bad == BadRow("train.jsonl:1", "an answer is empty in the rendered text", "message 2")
-
-
-def test_a_template_is_told_the_date_it_is_given_and_today_without_one(
-    make_tokenizer: MakeTokenizer,
-) -> None:
+def test_a_template_is_told_the_date_it_is_given_or_today(make_tokenizer: MakeTokenizer) -> None:
     tokenizer, row = make_tokenizer(GPT_OSS), parsed(TWICE[:2])
     for date, text in (("2024-07-26T10:00:00", "2024-07-26"), ("", f"{datetime.now():%Y-}")):
         (rendered,) = Renderer(tokenizer, date=date).render([row])
@@ -513,23 +371,10 @@ def test_a_template_is_told_the_date_it_is_given_and_today_without_one(
     assert Renderer(make_tokenizer(CHATML), date="2024-07-26").date == "", "it does not ask"
 
 
-def test_a_file_takes_the_place_of_the_targets_template(
-    tmp_path: Path, chatml: PreTrainedTokenizerFast
-) -> None:
-    file = tmp_path / "mine.jinja"
-    file.write_text(GLM)
-    (row,) = render(chatml, TWICE[:2], chat_template=str(file))
-    assert learned(chatml, row) == ["\n<think>hm</think>\nFour."]
-    with pytest.raises(UsageError, match=r"data\.chat_template: .*none\.jinja cannot be read"):
-        render(chatml, TWICE, chat_template=str(tmp_path / "none.jinja"))
-
-
 @pytest.mark.parametrize(
     "masked", [{"loss_mask": [0, 1, 0, 1, 1]}, {"labels": [-100, 6, -100, 8, 9]}]
 )
-def test_rows_of_tokens_are_taken_as_they_are(
-    chatml: PreTrainedTokenizerFast, masked: dict[str, Any]
-) -> None:
+def test_rows_of_tokens_are_kept(chatml: PreTrainedTokenizerFast, masked: dict[str, Any]) -> None:
     row = parse_row("x", {"input_ids": [5, 6, 7, 8, 9], **masked})
     for last_turn_only, expected in ((False, [1, 3, 4]), (True, [3, 4])):
         config = DataOptions(last_turn_only=last_turn_only)
@@ -577,10 +422,67 @@ def test_what_is_rendered_changes_with_the_format_number_alone(way: str) -> None
     """
     golden = json.loads(GOLDEN.read_text())
     rendered = {"format": FORMAT, way: digest(*WAYS[way])}
+    says = f"rendering changed: raise FORMAT in draftcore_data/rendering.py and renew {GOLDEN.name} with\n"
     assert rendered == {"format": golden["format"], way: golden["rows"].get(way)}, (
-        f"{way}: rendering changed: raise FORMAT in draftcore_data/rendering.py and renew this golden, "
-        f"{GOLDEN.name}, with\n"
-        + json.dumps(
-            {"format": FORMAT, "rows": {way: digest(*WAYS[way]) for way in WAYS}}, indent=2
-        )
+        says + json.dumps({"format": FORMAT, "rows": {w: digest(*WAYS[w]) for w in WAYS}}, indent=2)
     )
+
+
+# ---------------------------------------------------------------- long conversations
+
+DROPPED = "gpt-oss-thinks-and-calls-a-tool"  # several times after each other it cannot be placed
+
+
+def repeated(messages: list[Any], times: int) -> list[Any]:
+    """A conversation so many times after each other, each time in other words."""
+    lead = [m for m in messages if m["role"] == "system"]
+    rest = [m for m in messages if m["role"] != "system"]
+    rest += [said("ok")] * (rest[-1]["role"] != "assistant")
+    return lead + [
+        {**m, "content": f"{m['content']}{' x' * (at % 3)}"} if m.get("content") else m
+        for at in range(times)
+        for m in rest
+    ]
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w not in ("rows of tokens", DROPPED)])
+def test_the_answers_of_a_long_conversation_are_those_that_are_found_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    template, messages, options = WAYS[way]
+    row = template, repeated(messages, 15), {**options, "max_length": 10**6}
+    monkeypatch.setattr(rendering, "LONG", 8)
+    in_parts = digest(*row)
+    monkeypatch.setattr(rendering, "LONG", 10**9)
+    assert in_parts == digest(*row)
+
+
+@pytest.mark.parametrize(
+    ("template", "thought", "longest"),
+    [
+        (CHATML, "", 10**6), (MARKED, "", 10**6), (QWEN3_FIELD, "", 10**6),  # in parts
+        (QWEN3_FIELD, "hm", 200),  # as far as a row may reach
+        (replaced("<|im_start|>{{", "[{{ loop.index }}]<|im_start|>{{"), "", 200),
+    ],
+)  # fmt: skip
+def test_what_is_rendered_of_a_conversation_grows_as_its_turns_do(
+    make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch, template: str, thought: str, longest: int
+) -> None:  # fmt: skip
+    """Not as their square: thousands of turns are no reason to wait for minutes."""
+    sizes, render_one = list[int](), chat_template_utils.render_jinja_template
+
+    def counted(**given: Any) -> Any:
+        done = render_one(**given)
+        sizes[-1] += len(done[0][0])
+        return done
+
+    renderer = Renderer(make_tokenizer(template), DataOptions(max_length=longest))
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", counted)
+    rows = list[Any]()
+    for turns in (200, 1600):
+        sizes.append(0)
+        turn = [user("Why?"), said("It is.", thought)]
+        rows = list(renderer.render([parsed(repeated(turn, turns // 2))]))
+        assert all(isinstance(one, Rendered) for one in rows)
+        assert longest == 10**6 or len(rows[-1].token_ids) > longest  # left out, and said so
+    assert sizes[1] < 9 * sizes[0]

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from talking import Json, chat, rows_of, write_rows
+from talking import QUICKSTART, Cli, Json, chat, rows_of, write_rows, write_run
 
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
-Cli = Callable[..., Result]
 Config = Callable[..., Path]
 
 
@@ -25,33 +22,15 @@ def config(tmp_path: Path, target_folder: Path) -> Config:
     """Write the YAML of a run on these rows."""
 
     def write(*rows: Json, options: Json | None = None, **data: Any) -> Path:
-        settings = {
-            "run": str(tmp_path / "run"),
-            "target": {"path": str(target_folder), "device": "cpu"},
-            "data": {"train": str(write_rows(tmp_path / "rows.jsonl", *rows)), **data},
-            "algorithm": {"name": "eagle3", "options": options or {}},
-        }
-        (tmp_path / "run.yaml").write_text(json.dumps(settings))
-        return tmp_path / "run.yaml"
+        train = str(write_rows(tmp_path / "rows.jsonl", *rows))
+        return write_run(tmp_path, target_folder, options, train=train, **data)
 
     return write
 
 
-def test_rows_are_shown_as_they_are_learned(cli: Cli, config: Config) -> None:
-    file = config(chat("one", "uno", "two", "dos"), chat("a", "b"))
-    result = cli("data", "show", file, "--rows", 1)
-    text = (
-        "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n⟦uno<|im_end|>⟧\n"
-        "<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n⟦dos<|im_end|>⟧\n"
-    )
-    assert text in result.stdout
-    assert result.stdout.count("⟦") == 2
-    assert "row 0: 54 tokens, 8 learned" in result.stdout
-
-
-def test_on_a_terminal_what_is_learned_is_coloured(config: Config) -> None:
+def test_on_a_terminal_what_is_learned_is_coloured_and_control_escaped(config: Config) -> None:
     """By a process of its own, whose standard output is a terminal."""
-    file = config(chat("one", "uno"))
+    file = config(chat("one\x1b[2J", "uno"))
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "draftcore", "data", "show", str(file)]
     with subprocess.Popen(command, stdout=theirs) as child:
@@ -63,17 +42,12 @@ def test_on_a_terminal_what_is_learned_is_coloured(config: Config) -> None:
     os.close(ours)
     assert child.returncode == 0
     assert b"assistant\r\n\x1b[32muno<|im_end|>\x1b[0m" in shown
+    assert b"one\\x1b[2J<|im_end|>" in shown
     assert "⟦".encode() not in shown
 
 
-def test_what_would_control_a_terminal_is_escaped(cli: Cli, config: Config) -> None:
-    result = cli("data", "show", config(chat("\x1b[2J", "b")))
-    assert "\\x1b[2J" in result.stdout
-    assert "\x1b" not in result.stdout
-
-
 @pytest.mark.parametrize("overlong", ["skip", "truncate"])
-def test_lengths_are_of_all_rows_also_of_those_that_are_too_long(
+def test_lengths_are_of_all_rows_those_too_long_too(
     cli: Cli, config: Config, overlong: str
 ) -> None:
     """Else nobody sees how long `max_length` would have to be."""
@@ -88,11 +62,8 @@ def test_lengths_are_of_all_rows_also_of_those_that_are_too_long(
     assert found["within_max_length"] == (92 - base) / 100
     left = 1 + (overlong == "skip") * (100 - (92 - base))
     assert len(found["left_out"]) == left
-    assert {
-        "where": "rows.jsonl:101",
-        "reason": "the conversation is empty",
-        "detail": "",
-    } in found["left_out"]
+    bad = {"where": "rows.jsonl:101", "reason": "the conversation is empty", "detail": ""}
+    assert bad in found["left_out"]
     assert found["kept"] == 101 - left
     assert len(found["rows"]) == 2
     assert Path(found["report"]).exists()
@@ -112,38 +83,14 @@ def test_what_a_template_drops_is_said(cli: Cli, config: Config) -> None:
     assert said in result.stderr
 
 
-def test_the_pruned_vocabulary_of_a_draft_is_measured_on_what_is_learned(
-    cli: Cli, config: Config
-) -> None:
-    """Each answer is 9 times a, twice b and an end of turn; two tokens are 11 of these 12."""
-    rows = [chat("zzzz", "a" * 9 + "b" * 2) for _ in range(5)]
-    pruned = config(*rows, options={"draft_vocab_size": 2})
-    found = json.loads(cli("data", "show", pruned, "--json").stdout)
-    assert found["draft_vocabulary"] == {"": [2, 11 / 12]}
-    assert "2 tokens cover 91.67% of what is learned" in cli("data", "show", pruned).stdout
-    assert "draft vocabulary" not in cli("data", "show", config(*rows)).stdout
-
-
-def test_the_targets_own_answers_are_told_from_those_of_others(
+def test_own_answers_are_told_from_those_of_others(
     cli: Cli, config: Config, tmp_path: Path
 ) -> None:
     """A target that was trained: its own are made by `regenerate`, and then given to other questions."""
     tiny = f"target.path={QUICKSTART / 'target'}", "target.dtype=float32"
     source, out = f"data.train={QUICKSTART / 'data' / 'eval.jsonl'}", tmp_path / "own.jsonl"
-    asked = ("--max-tokens", 48)
-    cli(
-        "data",
-        "regenerate",
-        config(),
-        *tiny,
-        source,
-        "--out",
-        out,
-        "--in-process",
-        "--rows",
-        8,
-        *asked,
-    )
+    asked, given = ("--max-tokens", 48), ("--out", out, "--in-process", "--rows", 8)
+    cli("data", "regenerate", config(), *tiny, source, *given, *asked)
     own = [row["messages"] for row in rows_of(out)]
 
     def check(answers: Sequence[str], *more: str, status: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""The dist passes its suites; and where rows come from: lines and tables, here or elsewhere."""
+"""The dist passes its suites; where rows come from; and that they are usable, or bad with where and why."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import functools
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-from draftcore_data.conversations import Conversation
+from draftcore_data.conversations import BadRow, Conversation, is_learned, parse_row
 from draftcore_data.options import DataOptions, SourceOptions
 from draftcore_data.sources import finder, named, open_lines, open_source, read_conversations
 from draftcore_sdk.images import ImageSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.samples import SamplesSuite
 from draftcore_sdk.sources import SourceSuite
+from talking import Jsonl, chat
 
 from draftcore import bind, load_plugins
 from draftcore.errors import UsageError
 
 FIND = finder(functools.partial(bind, load_plugins()))
-CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+CHAT = chat("Hi", "Yes?")["messages"]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]
 
 
@@ -68,37 +68,32 @@ class TestFiles(SourceSuite):
         return f"files:{folder}"
 
 
+# ------------------------------------------------------------ files
+
+BELOW, A = ["deep/a.jsonl:1", "deep/c.jsonl:1"], ["a.jsonl:1", "a.jsonl:2"]
+
+
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    ("source", "expected", "places"),
     [
-        ("", [1, 2, 3, 4, 5]),
-        ("/a.jsonl", [1, 2]),
-        ("/b.jsonl.gz", [3]),
-        ("/deep", [4, 5]),
-        ("/**/*.jsonl", [1, 2, 4, 5]),
-        ("/[ab].j*", [1, 2, 3]),
+        ("", [1, 2, 3, 4, 5], [*A, "b.jsonl.gz:1", *BELOW]),
+        ("/a.jsonl", [1, 2], A),
+        ("/b.jsonl.gz", [3], ["b.jsonl.gz:1"]),
+        ("/deep", [4, 5], ["a.jsonl:1", "c.jsonl:1"]),
+        ("/**/*.jsonl", [1, 2, 4, 5], [*A, *BELOW]),
+        ("/[ab].j*", [1, 2, 3], [*A, "b.jsonl.gz:1"]),
     ],
 )
-def test_files_folders_and_globs_are_read_in_the_order_of_their_names(
-    folder: Path, source: str, expected: list[int]
+def test_files_folders_and_globs_are_read_in_order_and_rows_named_below_what_is_common(
+    folder: Path, source: str, expected: list[int], places: list[str]
 ) -> None:
-    assert read(f"{folder}{source}") == expected
-    assert read(f"file://{folder}{source}") == expected
-
-
-def test_rows_of_several_files_are_named_by_their_places_below_what_is_common(folder: Path) -> None:
-    below = ["deep/a.jsonl:1", "deep/c.jsonl:1"]
-    for source, places in {
-        f"{folder}": ["a.jsonl:1", "a.jsonl:2", "b.jsonl.gz:1", *below],
-        f"{folder}/**/*.jsonl": ["a.jsonl:1", "a.jsonl:2", *below],
-    }.items():
-        assert [place for place, _ in open_source(source, FIND).rows()] == places
+    assert read(f"{folder}{source}") == read(f"file://{folder}{source}") == expected
+    assert [place for place, _ in open_source(f"{folder}{source}", FIND).rows()] == places
 
 
 def test_what_fsspec_reaches_is_read_there_and_its_key_follows_its_content() -> None:
-    system = fsspec.filesystem("memory")
+    system, source = fsspec.filesystem("memory"), "memory://bucket/*.gz"
     system.pipe("/bucket/a.jsonl.gz", gzip.compress(lines(1, 2)))
-    source = "memory://bucket/*.gz"
     assert read(source) == [1, 2]
     key = open_source(source, FIND).key()
     assert open_source(source, FIND).key() == key
@@ -106,48 +101,50 @@ def test_what_fsspec_reaches_is_read_there_and_its_key_follows_its_content() -> 
     assert open_source(source, FIND).key() != key
 
 
-def test_a_file_that_breaks_off_names_the_last_line_that_was_read(folder: Path) -> None:
+def test_a_file_that_breaks_off_names_the_last_line_read_and_what_to_do(folder: Path) -> None:
     whole = gzip.compress(b"\n".join(lines(n) for n in range(9999)), 0)
     (folder / "b.jsonl.gz").write_bytes(whole[:-5000])
-    with pytest.raises(UsageError, match=r"b\.jsonl\.gz cannot be read after b\.jsonl\.gz:\d{4}"):
+    says = r"b\.jsonl\.gz cannot be read after b\.jsonl\.gz:\d+\n.*EOFError.*\n  it is torn, or"
+    with pytest.raises(UsageError, match=says):
         read(str(folder / "b.jsonl.gz"))
 
 
 @pytest.mark.parametrize(
     ("source", "says"),
     [
+        ("{folder}/READM.md", r"did you mean 'README\.md'"),
+        ("{folder}", "0.jsonl is one JSON array"),
+        ("{folder}/none", "no such data"),
+        ("{folder}/*.jsn", "no such data"),
+        ("{folder}/0.jsonl", "one JSON array"),
         ("{folder}/a.jsonl?split=train", "unknown option 'split'"),
         ("{folder}/*.zst", "cannot open .*zst(.|\n)*pip install zstandard"),
-        ("nobody://bucket/train.jsonl", "cannot open nobody(.|\n)*Protocol not known"),
+        (
+            "nobody://bucket/train.jsonl",
+            "cannot open nobody(.|\n)*Protocol not known.*\n  check the",
+        ),
         ("file://{folder}/none", "no such data: file:"),
-        ("file://{folder}/array.json", "array.json is one JSON array"),
+        ("file://{folder}/0.jsonl", "0.jsonl is one JSON array"),
     ],
 )
-def test_what_cannot_be_opened_is_an_error_before_the_first_row(
-    folder: Path, source: str, says: str
-) -> None:
+def test_what_cannot_be_opened_is_an_error_at_once(folder: Path, source: str, says: str) -> None:
     (folder / "packed.zst").write_text("packed")
-    (folder / "array.json").write_text("[{}]")
+    (folder / "0.jsonl").write_text("[{}]")
     with pytest.raises(UsageError, match=says):
-        open_source(source.format(folder=folder), FIND)
-
-
-# ------------------------------------------------------------ several
+        read_conversations(source.format(folder=folder), find=FIND)
 
 
 def test_a_weight_is_how_often_a_row_comes_or_the_share_of_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(*range(1000)))
-    source = str(tmp_path / "a.jsonl")
 
     def counts(weight: float) -> Counter[int]:
-        return Counter(read((SourceOptions(source=source, weight=weight),)))
+        return Counter(read((SourceOptions(source=str(tmp_path / "a.jsonl"), weight=weight),)))
 
-    assert set(counts(2).values()) == {2}
     half, more = counts(0.5), counts(2.5)
-    assert set(half.values()) == {1}
+    assert set(counts(2).values()) == {2}
+    assert (set(half.values()), set(more.values())) == ({1}, {2, 3})
     assert 400 < len(half) < 600
     assert {row for row, times in more.items() if times == 3} == set(half), "always the same rows"
-    assert set(more.values()) == {2, 3}
     assert half == counts(0.5)
 
 
@@ -162,22 +159,15 @@ def test_a_list_is_read_in_its_order_and_its_key_follows_weights_and_content(fol
     assert open_source(once).key() != open_source(config.train).key()
 
 
-class Numbers:
-    """A plugin's source."""
-
-    def __init__(self, uri: str) -> None:
-        self.count = int(uri.removeprefix("numbers:"))
-
-    def key(self) -> str:
-        return str(self.count)
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        return iter([(f"numbers:{n}", json.dumps({"n": n})) for n in range(self.count)])
-
-
 def test_a_scheme_without_slashes_is_a_plugins(folder: Path) -> None:
-    find = lambda uri: Numbers(uri) if uri.startswith("numbers:") else open_lines(uri)  # noqa: E731
-    assert read(("numbers:2", f"{folder}/deep"), find) == [0, 1, 4, 5]
+    asked = list[str]()
+
+    def find(uri: str) -> Any:
+        asked.append(uri)
+        return open_lines(uri.replace("numbers:", f"jsonl:{folder}/deep"))
+
+    assert read(("numbers:", f"{folder}/a.jsonl"), find) == [4, 5, 1, 2]
+    assert asked == ["numbers:", f"jsonl:{folder}/a.jsonl"]
 
 
 # ------------------------------------------------------------ tables of `datasets`
@@ -185,44 +175,39 @@ def test_a_scheme_without_slashes_is_a_plugins(folder: Path) -> None:
 
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    library = pytest.importorskip("datasets")
-    hub = pytest.importorskip("huggingface_hub")
+    library, hub = map(pytest.importorskip, ("datasets", "huggingface_hub"))
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    for config in (library.config, hub.constants):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
     library.disable_progress_bars()
     return library
+
+
+@pytest.fixture
+def table(datasets: Any) -> Any:
+    return datasets.Dataset.from_list([{"conversations": SHAREGPT, "id": i} for i in range(3)])
 
 
 class TestHfSource(SourceSuite):
     plugin, name = "draftcore_data.plugin", "hf"
 
     @pytest.fixture
-    def source_uri(self, datasets: Any, tmp_path: Path) -> str:
-        table = datasets.Dataset.from_list([{"conversations": SHAREGPT, "id": i} for i in range(3)])
+    def source_uri(self, table: Any, tmp_path: Path) -> str:
         table.to_parquet(tmp_path / "rows.parquet")
         return f"hf:{tmp_path / 'rows.parquet'}"
 
 
-def test_saved_folders_and_parquet_files_read_alike(datasets: Any, tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list([{"conversations": SHAREGPT, "id": i} for i in range(3)])
+def test_saved_folders_and_parquet_read_alike(datasets: Any, table: Any, tmp_path: Path) -> None:
     table.save_to_disk(tmp_path / "saved")
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: row)  # leaves a cache file there
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "splits")
-    (tmp_path / "parquet" / "data").mkdir(parents=True)
-    table.to_parquet(tmp_path / "parquet" / "data" / "train-00000.parquet")
-    table.select([0]).to_parquet(tmp_path / "parquet" / "data" / "test-00000.parquet")
-
+    (data := tmp_path / "parquet" / "data").mkdir(parents=True)
+    table.to_parquet(data / "train-00000.parquet")
+    table.select([0]).to_parquet(data / "test-00000.parquet")
+    counts = {"saved": 3, "saved?split=train": 3, "splits": 3, "splits?split=test": 1, "parquet": 4}
+    counts |= {"parquet?split=train": 3, "parquet/data/test-00000.parquet": 1}
     keys = set()
-    for name, count in {
-        "saved": 3,
-        "saved?split=train": 3,
-        "splits": 3,
-        "splits?split=test": 1,
-        "parquet": 4,
-        "parquet?split=train": 3,
-        "parquet/data/test-00000.parquet": 1,
-    }.items():
+    for name, count in counts.items():
         for prefix in ("", "hf:"):
             uri = f"{prefix}{tmp_path / name}"
             keys.add(open_source(uri, FIND).key())
@@ -242,3 +227,124 @@ def test_a_table_that_cannot_be_read_says_what_to_check(datasets: Any, tmp_path:
         open_source("hf:org/none", FIND)
     with pytest.raises(UsageError, match="did you mean 'split'"):
         open_source("hf:some/name?splt=train", FIND)
+
+
+# ------------------------------------------------------------ rows
+
+
+def saying(role: str, content: Any) -> dict[str, Any]:
+    return {"messages": [*CHAT, {"role": role, "content": content}]}
+
+
+def answering(**more: Any) -> dict[str, Any]:
+    return {"messages": [CHAT[0], {**CHAT[1], **more}]}
+
+
+def test_all_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
+    source = jsonl(
+        {"messages": CHAT},
+        {"conversations": SHAREGPT},
+        {"id": "x", "conversations": CHAT},
+        {"messages": None, "conversations": SHAREGPT},
+        {"prompt": "Hi", "completion": "Yes?"},
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        {"instruction": "Hi", "input": "", "output": "Yes?"},
+        {"messages": [{"role": "human", "content": "Hi"}, {"role": "model", "content": "Yes?"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]]},
+    )
+    expected = [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in range(1, 10)]
+    assert list(read_conversations(source)) == expected
+
+
+FAR = [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]
+TOKENS = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+BAD: tuple[tuple[Any, str], ...] = (
+    ("{broken", "not valid JSON: Expecting property name"),
+    ('{"messages": ' + "[" * 100_000, "not valid JSON: maximum recursion"),
+    ('{"messages": ' + "9" * 5000 + "}", "not valid JSON: Exceeds the limit"),
+    ("7", "the row is not an object: int"),
+    ({"text": "x"}, "no messages or conversations: keys 'text'"),
+    ({"messages": "x"}, "messages is not a list: str"),
+    ({"messages": []}, "the conversation is empty"),
+    ({"messages": ["x"]}, "a message is not an object: message 1: str"),
+    ({"messages": [{"content": "x"}]}, "a message has no role: message 1"),
+    (saying("asistant", "x"), "unknown role: message 3: 'asistant' (did you mean 'assistant'?)"),
+    (saying("assistant", None), "a message has no content: message 3 (assistant)"),
+    (saying("user", [3]), "content is not text: message 3 (user): int"),
+    (saying("assistant", [{"type": "image", "url": "x"}]), "an answer holds images, and text"),
+    (saying("user", [{"type": "image_url"}]), "an image is neither a path nor a URI: message 3"),
+    (saying("user", FAR), "an image is not on this machine: message 3 (user): https://a.b/c.png"),
+    (saying("function_call", "add"), "a function_call is not valid JSON: Expecting value"),
+    (answering(weight=0.5), "weight is not 0 or 1"),
+    (answering(thinking=[3]), "reasoning is not text: message 2"),
+    (answering(tool_calls=[3]), "a tool call is not an object"),
+    ({"completion": "x"}, "no messages or conversations: keys 'completion'"),
+    ({"input_ids": [1, 2]}, "input_ids without loss_mask or labels"),
+    ({"input_ids": [1, 2], "labels": [1]}, "input_ids and its mask are not of one length: 2 and 1"),
+    ({"input_ids": [1, 0.5], "labels": [1, 2]}, "a row of tokens is not a list of integers"),
+    (
+        {**TOKENS, "input_ids": [True, False]},
+        "a row of tokens is not a list of integers: input_ids",
+    ),
+    ({**TOKENS, "loss_mask": [0, 2]}, "a loss_mask has other numbers than 0 and 1"),
+    ({**TOKENS, "labels": [-100, 3]}, "labels are not the tokens of input_ids at their own places"),
+    ({**TOKENS, "labels": [1, 2]}, "labels and loss_mask contradict each other"),
+    ({"messages": CHAT, "tools": [3]}, "tools is not a list of objects"),
+    ({"messages": CHAT, "tools": "[3"}, "tools is not valid JSON: Expecting ',' delimiter"),
+)
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_a_bad_row_says_where_and_why(jsonl: Jsonl, row: Any, reason: str) -> None:
+    _, bad, _ = read_conversations(jsonl({"messages": CHAT}, row, {"messages": CHAT}))
+    assert isinstance(bad, BadRow)
+    assert str(bad).startswith(f"train.jsonl:2: {reason}")
+
+
+def test_bad_bytes_and_empty_lines_keep_the_line_numbers_right(tmp_path: Path) -> None:
+    good = b'{"messages": [{"role": "gpt", "content": "x"}]}'
+    (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + good + b"\n\n\xff\n" + good)
+    rows = list(read_conversations(str(tmp_path / "train.jsonl")))
+    assert [row.where for row in rows] == [f"train.jsonl:{line}" for line in (1, 3, 4)]
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, False]
+    assert "can't decode byte 0xff" in str(rows[1])
+
+
+def test_reasoning_and_calls_are_found_by_any_name_and_need_no_content(jsonl: Jsonl) -> None:
+    function = {"name": "add", "arguments": {"a": 2}}
+    as_text, call = {"name": "add", "arguments": '{"a": 2}'}, {"type": "function"}
+    ways: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "function": as_text}]},
+        {"role": "assistant", "function_call": as_text},
+        {"from": "function_call", "value": json.dumps(function)},
+    ]
+    names = ("reasoning_content", "reasoning", "thinking")
+    tools = ([{"name": "add"}], '[{"name": "add"}]')  # the second as columnar files keep them
+    rows = [
+        {"messages": [CHAT[0], {**way, name: "hm"}], "tools": tools[at % 2]}
+        for way in ways
+        for at, name in enumerate(names)
+    ]
+    answer = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    for row in read_conversations(jsonl(*rows)):
+        assert isinstance(row, Conversation)
+        assert row.messages[1] == {**answer, "tool_calls": [{**call, "function": function}]}
+        assert row.tools == ({"name": "add"},)
+
+
+def test_of_a_prompt_of_several_turns_the_completion_alone_is_learned() -> None:
+    row = parse_row("x", {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]})
+    assert isinstance(row, Conversation)
+    assert [is_learned(turn) for turn in row.messages] == [True, False, True, True]
+
+
+def test_reading_is_a_stream_and_the_limit_counts_rows(tmp_path: Path) -> None:
+    """The tail of the file is not there yet when its head has been read."""
+    path, line = tmp_path / "train.jsonl", '{"messages": [{"role": "gpt", "content": "x"}]}\n'
+    path.write_text(line * 2)
+    rows = read_conversations(str(path))
+    next(rows)
+    with path.open("a") as file:
+        file.write(line * 2)
+    assert len(list(rows)) == 3
+    assert len(list(read_conversations(str(path), limit=2))) == 2

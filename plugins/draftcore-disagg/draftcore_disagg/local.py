@@ -72,7 +72,7 @@ class Child:
         """The last lines of its log, for an error."""
         if self.log is None or not self.log.exists():
             return ""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
+        text = regular(self.log).read_text(encoding="utf-8", errors="replace")
         return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
 
 

@@ -162,7 +162,7 @@ class TransformersTarget:
                 local = {file: str(fetch(self, file)) for file in set(names.values())}
                 self._files = {name: local[file] for name, file in names.items()}
             elif single := fetch(self, "model.safetensors"):
-                with safe_open(single, framework="pt") as tensors:
+                with safe_open(regular(Path(single)), framework="pt") as tensors:
                     self._files = dict.fromkeys(tensors.keys(), single)
         if not self._files:
             raise DraftcoreError(
@@ -183,7 +183,10 @@ class TransformersTarget:
                 "  draftcore reads the embedding and the head from the model's safetensors files"
             )
         name, file = names[0], files[names[0]]
-        with read_target(self.path, file), safe_open(file, framework="pt") as tensors:
+        with (
+            read_target(self.path, file),
+            safe_open(regular(Path(file)), framework="pt") as tensors,
+        ):
             tensor: Tensor = tensors.get_tensor(name)
             if tensor.shape != shape:
                 stored = (*tensor.shape,)

@@ -17,19 +17,10 @@ from draftcore.errors import UsageError
 class TestLocalCapture(CaptureSuite):
     plugin = "draftcore_hf.plugin"
 
-    def test_a_model_that_scales_its_logits_is_refused_before_any_batch(
-        self, target_folder: Path
-    ) -> None:
+    def test_a_model_that_scales_its_logits_is_refused_at_once(self, target_folder: Path) -> None:
         target = TransformersTarget(str(target_folder), device="cpu")
-        model = target.load_model().model
-        true = model.forward
-
-        def scaled(*given: Any, **named: Any) -> Any:
-            output = true(*given, **named)
-            output.logits = output.logits * 2
-            return output
-
-        model.forward = scaled
+        head = target.load_model().model.get_output_embeddings()
+        head.register_forward_hook(lambda module, given, logits: logits * 2)
         with pytest.raises(UsageError, match="computes its logits in a way"):
             LocalCapture(target, ALL)
 

@@ -1,9 +1,13 @@
-"""The target passes its suites; its features and weights against transformers; by what it is known."""
+"""The target passes its suites and is what the README says; its features and weights against
+
+transformers; by what it is known.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from draftcore_hf.capture import LocalCapture
+from draftcore_hf.options import TargetOptions
 from draftcore_hf.target import TransformersModel, TransformersTarget, file_digest
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.targets import TargetSuite, tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftcore import open_run
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 
@@ -28,6 +36,32 @@ class TestPlugin(PluginSuite):
 
 class TestTarget(TargetSuite):
     plugin = "draftcore_hf.plugin"
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+def test_the_readmes_run_opens_and_its_table_lists_the_options_that_there_are(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (run_yaml,) = re.findall(r"^```yaml\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(run_yaml)
+    with open_run("run.yaml", (f"target.path={target_folder}", "target.device=cpu")) as run:
+        assert isinstance(run.target, TransformersTarget)
+        request = FeatureRequest((0,), False, "bfloat16")
+        capture: Any = run.capture.hook
+        opened = capture.capture(name="hf", target=run.target, request=request, options=None)
+        assert isinstance(opened, LocalCapture)
+    table = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", readme, re.MULTILINE))
+    fields, words = TargetOptions.model_fields, {"must be set": ..., "none": None}
+    assert list(table) == list(fields)
+    for name, default in table.items():
+        said = words.get(default, yaml.safe_load(default))
+        assert said is ... if fields[name].is_required() else said == fields[name].default
 
 
 def opened(folder: Path) -> TransformersModel:
@@ -41,6 +75,11 @@ def say(file: Path, part: str | None = None, **values: object) -> None:
     file.write_text(json.dumps(said))
 
 
+def change(weights: Path, **tensors: Tensor) -> None:
+    """Put tensors beside those of a file, or in their places."""
+    save_file(load_file(weights) | tensors, weights, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_largest_logits_are_the_models_own(
@@ -49,9 +88,8 @@ def test_the_largest_logits_are_the_models_own(
     """Of equal ones, which are many in bfloat16, the lower id comes first, however many are asked."""
     target = TransformersModel(TransformersTarget(str(target_folder), dtype=dtype, device="cpu"))
     tokens_BT = torch.randint(0, 256, (2, 10), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(
-        "draftcore_hf.target.LOGITS_AT_A_TIME", 20 // slices * target.spec.vocab_size
-    )
+    at_a_time = 20 // slices * target.spec.vocab_size
+    monkeypatch.setattr("draftcore_hf.target.LOGITS_AT_A_TIME", at_a_time)
     own_BTV = target.model(input_ids=tokens_BT).logits.float()
     right_BTV = own_BTV.sort(descending=True, stable=True)
     for k in (1, 7, target.spec.vocab_size):
@@ -64,9 +102,7 @@ def test_the_largest_logits_are_the_models_own(
         assert torch.equal(half["topk_logits"], found["topk_logits"].half())
 
 
-def test_embeddings_are_what_the_first_layer_is_given_of_a_model_that_scales_them_too(
-    tmp_path: Path,
-) -> None:
+def test_embeddings_are_what_the_first_layer_is_given_also_scaled(tmp_path: Path) -> None:
     tokens_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
     request, lengths_B = FeatureRequest((), False, "float32", embeddings=True), torch.tensor([9, 9])
     scaled = opened(tiny_target(tmp_path, "gemma2"))
@@ -94,12 +130,10 @@ def test_head_and_embedding_are_the_models_own_whichever_config_says_that_they_a
 def test_an_embedding_that_the_model_does_not_compute_with_is_refused(tmp_path: Path) -> None:
     """One of a layer for multi-token prediction is not taken for it."""
     weights = tiny_target(tmp_path) / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["a.layers.6.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + 1
-    save_file(tensors, weights, metadata={"format": "pt"})
+    other = load_file(weights)["model.embed_tokens.weight"] + 1
+    change(weights, **{"a.layers.6.embed_tokens.weight": other})
     opened(tmp_path).check()
-    tensors["a.embed_tokens.weight"] = tensors["a.layers.6.embed_tokens.weight"] + 1
-    save_file(tensors, weights, metadata={"format": "pt"})
+    change(weights, **{"a.embed_tokens.weight": other + 1})
     with pytest.raises(UsageError, match=r"the embedding in the files of .* Qwen3ForCausalLM"):
         opened(tmp_path).check()
 
@@ -124,30 +158,22 @@ def test_logits_are_scaled_and_capped_as_the_model_does(
     torch.testing.assert_close(given_BTV, own_BTV, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_with_a_bias_is_refused(tmp_path: Path) -> None:
+def test_a_head_with_a_bias_and_layers_of_several_streams_are_refused(tmp_path: Path) -> None:
     """Algorithms are given the head's weight alone."""
-    weights = tiny_target(tmp_path, "phi") / "model.safetensors"
-    tensors = load_file(weights)
-    tensors["lm_head.bias"] = torch.linspace(-1, 1, 259)
-    save_file(tensors, weights, metadata={"format": "pt"})
+    weights = tiny_target(tmp_path / "phi", "phi") / "model.safetensors"
+    change(weights, **{"lm_head.bias": torch.linspace(-1, 1, 259)})
     with pytest.raises(UsageError, match=r"PhiForCausalLM computes its logits in a way"):
-        opened(tmp_path).check()
-
-
-def test_layers_that_give_several_streams_are_refused(tmp_path: Path) -> None:
+        opened(weights.parent).check()
     with pytest.raises(UsageError, match=r"gives states of shape \(1, 32, 48\), its norm of"):
-        opened(tiny_target(tmp_path, "gemma3n_text")).check()
+        opened(tiny_target(tmp_path / "gemma", "gemma3n_text")).check()
 
 
 @pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
-def test_quantised_weights_that_transformers_cannot_read_are_refused_by_name(
-    tmp_path: Path, method: str
-) -> None:
+def test_quantised_weights_that_cannot_be_read_are_refused(tmp_path: Path, method: str) -> None:
     """Of a method that it does not know it would take the integers for weights."""
     say(tiny_target(tmp_path) / "config.json", quantization_config={"quant_method": method})
-    with pytest.raises(
-        UsageError, match=rf"quantised by {method}, cannot be read: .*\n.*\n  or inst"
-    ):
+    says = rf"quantised by {method}, cannot be read: .*\n.*\n  or inst"
+    with pytest.raises(UsageError, match=says):
         opened(tmp_path)
 
 
@@ -262,11 +288,10 @@ def test_a_copy_is_the_same_target_and_a_change_in_any_file_another(tmp_path: Pa
     base = tiny_target(tmp_path / "base")
 
     def change_weight(file: Path) -> None:
-        weights = load_file(file)
-        name = next(name for name in weights if name.endswith("3.mlp.up_proj.weight"))
-        last = weights[name].view(-1)[-1:]
+        weight = load_file(file)["model.layers.3.mlp.up_proj.weight"]
+        last = weight.view(-1)[-1:]
         last.copy_(torch.nextafter(last, torch.tensor(9.0)))
-        save_file(weights, file, metadata={"format": "pt"})
+        change(file, **{"model.layers.3.mlp.up_proj.weight": weight})
 
     def change_text(file: Path, old: str, new: str) -> None:
         assert old in file.read_text()
@@ -279,18 +304,31 @@ def test_a_copy_is_the_same_target_and_a_change_in_any_file_another(tmp_path: Pa
         "norm": lambda folder: change_text(folder / "config.json", "1e-06", "2e-06"),
         "token": lambda folder: change_text(folder / "tokenizer.json", '"!"', '"!!"'),
     }
-    for name, change in changes.items():
-        change(other := shutil.copytree(base, tmp_path / name))
+    for name, make in changes.items():
+        make(other := shutil.copytree(base, tmp_path / name))
         assert fingerprint(other) not in seen, name
 
 
-def test_a_hub_caches_file_is_known_by_its_blobs_name(tmp_path: Path) -> None:
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    name = hashlib.sha256(b"not what the file holds").hexdigest()
-    (blobs / name).write_bytes(b"weights")
-    (tmp_path / "model.safetensors").symlink_to(blobs / name)
-    assert file_digest(tmp_path / "model.safetensors") == name
+@pytest.mark.parametrize("way", ["whole", "a flipped bit", "a torn head"])
+def test_a_hub_caches_file_is_known_by_its_name_and_compared_with_it_while_it_is_loaded(
+    tmp_path: Path, way: str
+) -> None:
+    """Damage that leaves the file's form reads well, and the name is still that of the right one."""
+    (blobs := tmp_path / "blobs").mkdir()
+    weights = tiny_target(tmp_path) / "model.safetensors"
+    whole = bytearray(weights.read_bytes())
+    name = hashlib.sha256(whole).hexdigest()
+    whole[-1 if way == "a flipped bit" else 0] ^= way != "whole"
+    (blobs / name).write_bytes(whole)
+    weights.unlink()
+    weights.symlink_to(blobs / name)
+    assert file_digest(weights) == name
+    if way == "whole":
+        assert opened(tmp_path).end_tokens
+        return
+    with pytest.raises(UsageError, match=r"(?s)weights.*has to be downloaded again") as caught:
+        opened(tmp_path)
+    assert (f"{name} is damaged" in str(caught.value)) == (way == "a flipped bit")
 
 
 def test_a_large_file_is_read_once_as_long_as_it_is_the_same(

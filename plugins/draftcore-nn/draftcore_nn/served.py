@@ -175,7 +175,7 @@ def read_folder(folder: Path, architecture: str) -> tuple[dict[str, Any], dict[s
     if not file.is_file() or not weights:
         lacking = "config.json" if not file.is_file() else "*.safetensors"
         raise UsageError(f"{folder} holds no {lacking}\n  give a folder that `export` wrote")
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(regular(file).read_text(encoding="utf-8"))
     found = config.get("architectures") or []
     if architecture not in found:
         raise UnservableError(
