@@ -24,7 +24,7 @@ first character does.
 In the code, `Renderer._find_answers` chooses: `_find_spans` writes one text and finds all answers in
 it, by `_marked_spans` or by a `_Turn` for each; where that loses or cannot place one,
 `_split_per_answer` writes a text for each, by `_join_prompt_and_answer` where no text has both.
-`_find_in_parts` does what `_find_spans` does for a long conversation, where the template allows it.
+`_spans_of_parts` finds the answers of a long conversation, where the template allows it.
 Whoever changes what is rendered raises `FORMAT`.
 """
 
@@ -74,7 +74,7 @@ GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 ROWS_PER_CALL = 256  # of the tokenizer
 LONG = 64  # messages of a conversation whose answers are found in parts of it
-PART = 16  # messages of such a part, or a few more
+QUESTIONS = 8  # of such a part
 NOT_PLACED = "an assistant turn cannot be placed exactly in the rendered text"
 # What a row's notes say.
 REASONING_LOST = "reasoning of {:,} answers is not in the rendered text"
@@ -203,8 +203,10 @@ class Renderer:
             reason = "no assistant turn" + " to learn" * bool(turns)
             return [BadRow(row.where, reason, f"roles {roles}")]
         if len(row.messages) > LONG:
-            if layout := self._find_in_parts(row, chosen):
-                return [layout]
+            with contextlib.suppress(RowError):
+                spans = self._spans_of_parts(row, chosen)
+                if spans and not (layout := self._find_spans(row, chosen, spans)).notes:
+                    return [layout]
             row, chosen = self._cut_beyond_longest(row, chosen)
         whole: Layout | BadRow
         try:
@@ -228,19 +230,15 @@ class Renderer:
         mask[: row.last_answer() * self._last_turn_only] = False
         return replace(row, loss_mask=mask)
 
-    def _find_spans(self, row: Conversation, turns: Sequence[int]) -> Layout:
+    def _find_spans(
+        self, row: Conversation, turns: Sequence[int], spans: Sequence[Span] = ()
+    ) -> Layout:
         """Used first, for every conversation: write it as one text, and find these turns in it.
 
         Raises `RowError` for a turn that cannot be found.
         """
         text, marked = self.render_text(row.messages, row.tools)
-        return self._layout(row, turns, text, self._spans_in(row, turns, text, marked))
-
-    def _layout(
-        self, row: Conversation, turns: Sequence[int], text: str, spans: Sequence[Span]
-    ) -> Layout:
-        """Return a text with the answers in it, and what it lacks of them. Raises `RowError` for one of
-        which nothing is there."""
+        spans = spans or self._spans_in(row, turns, text, marked)
         written = [text[start:end] for start, end in spans]
         if len(written) != len(turns):  # markers need not enclose each turn once
             written = ["".join(written)] * len(turns)
@@ -258,51 +256,41 @@ class Renderer:
             return self._marked_spans(row, turns, text, marked)
         return [_Turn(self, text, row, turn).span() for turn in turns]
 
-    def _find_in_parts(self, row: Conversation, turns: Sequence[int]) -> Layout | None:
+    def _spans_of_parts(self, row: Conversation, turns: Sequence[int]) -> list[Span]:
         """Used for a long conversation: find its answers in parts of it, in time that grows as it does.
 
         A part is written behind the conversation's first answer, and before the message that follows it.
-        None where these texts, put together, are not the whole text, and where an answer is lost.
+        None are found where these texts, put together, are not the whole text. Raises `RowError`.
         """
-        messages, spans, questions = row.messages, list[Span](), _questions(row.messages)
-        cuts = questions[:1]
-        for at in questions:
-            if at - cuts[-1] >= PART:
-                cuts.append(at)
-        if not cuts:
-            return None
-        first = messages[: cuts[0]]
-        try:
-            text, _ = self.render_text(messages, row.tools)
-            head, _ = self._written_after(first, messages[cuts[0]], row.tools)
-            place = len(head)  # of a part's own text in the whole one
-            if not text.startswith(head):
-                return None
-            for start, end in itertools.pairwise([*cuts, len(messages)]):
-                follows = messages[end : end + 1]
-                part = replace(row, messages=(*first, *messages[start:end], *follows))
-                shown, marked = self.render_text(part.messages, row.tools)
-                after = self._written_after(first, follows[0], row.tools) if follows else ("", "")
-                own = shown[len(head) : len(shown) - len(after[1])]
-                fits = shown.startswith(head) and shown.endswith(after[1])
-                if not (fits and text.startswith(own, place)):
-                    return None
-                shift = start - len(first)  # of its messages
-                inside = [turn - shift for turn in turns if start * (shift > 0) <= turn < end]
-                found = self._spans_in(part, inside, shown, marked)
-                spans += [(a + place - len(head), b + place - len(head)) for a, b in found]
-                place, head = place + len(own), after[0]
-            layout = self._layout(row, turns, text, spans)
-        except RowError:
-            return None
-        return layout if place == len(text) and not layout.notes else None
+        messages, spans = row.messages, list[Span]()
+        cuts = [*_questions(messages)[::QUESTIONS], len(messages)]
+        first, follows = messages[: cuts[0]], messages[cuts[0] : cuts[0] + 1]
+        head, _ = self._written_after(first, follows, row.tools)
+        written = head
+        for start, end in itertools.pairwise(cuts):
+            follows = messages[end : end + 1]
+            part = replace(row, messages=(*first, *messages[start:end], *follows))
+            text, marked = self.render_text(part.messages, row.tools)
+            next_head, rest = self._written_after(first, follows, row.tools)
+            own = text[len(head) : len(text) - len(rest)]
+            if text != head + own + rest:
+                return []
+            shift = start - len(first)  # of its messages
+            inside = [turn - shift for turn in turns if start * (shift > 0) <= turn < end]
+            at = len(written) - len(head)
+            spans += [(a + at, b + at) for a, b in self._spans_in(part, inside, text, marked)]
+            written, head = written + own, next_head
+        return spans if written == self.render_text(messages, row.tools)[0] else []
 
     def _written_after(
-        self, first: Sequence[Message], message: Message, tools: Tools
+        self, first: Sequence[Message], follows: Sequence[Message], tools: Tools
     ) -> tuple[str, str]:
-        """Return what is written before a message's content where it follows these, and from there on."""
-        text = self.render_text([*first, message], tools)[0]
-        same = _common(text, self.render_text([*first, {**message, "content": PROBE}], tools)[0])
+        """Return what is written before the content of a message that follows these, and from there on."""
+        if not follows:
+            return "", ""
+        text, _ = self.render_text([*first, *follows], tools)
+        probed, _ = self.render_text([*first, {**follows[0], "content": PROBE}], tools)
+        same = _common(text, probed)
         return text[:same], text[same:]
 
     def _cut_beyond_longest(
