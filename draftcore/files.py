@@ -21,7 +21,7 @@ STEPS = "step-" + 8 * "[0-9]"  # checkpoints' folders; one of another name is no
 
 def regular(file: Path) -> Path:
     """Return a file's path. Raises UsageError for a pipe, socket or device, which may have no end."""
-    if file.exists() and not (file.is_file() or file.is_dir()):
+    if file.exists() and not (file.is_file() or file.is_dir() or file.samefile(os.devnull)):
         raise UsageError(f"{file} is a pipe, a socket or a device\n  put a file in its place")
     return file
 

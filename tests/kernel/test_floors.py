@@ -233,7 +233,7 @@ OWN |= {"verify.py"}
 # Of those: written to, a descriptor, no file, or a plugin's own method.
 OTHERWISE = re.compile(
     r'regular\(|"(a|wb|r\+b|a\+b)"\)|(os|self|questions|Image|Store|Channel|Backend)\.open|'
-    r"parts\.needed|cached|\.open\(uri|def |class |channel"
+    r"no_link|parts\.needed|cached|\.open\(uri|def |class |channel"
 )
 
 

@@ -477,7 +477,6 @@ def test_a_loose_file_is_asked_before_what_is_installed(site: Site) -> None:
     registry = site.load([file])
     assert registry.find("store", "mine").name == "fake_loose"
     assert imported() == {"fake_loose"}
-    assert registry.find("store", "engine-server").name == "engine"
 
 
 def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -> None:

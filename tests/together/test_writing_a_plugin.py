@@ -193,7 +193,7 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls_and_says_why(
 ) -> None:
     """With a checkpoint, from which the same command goes on; status 0."""
     said = project.cli("train", *STUCK, plugin=EARLY_STOP).output.strip().splitlines()
-    assert "stopped: step 4 of 6" in said[-2]
+    assert "stopped: step 4 of 6" in said[-3]
     assert said[-1].startswith("stopped by the plugin early_stop: the held-out loss was ")
     assert (newest(project)["step"], newest(project)["stopped"]) == (4, said[-1].partition(": ")[2])
     assert len(project.evaluations()) == 4

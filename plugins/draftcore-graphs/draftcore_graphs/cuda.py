@@ -55,10 +55,13 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # nothing can be freed while a graph is recorded
         with torch.cuda.device(device), torch.cuda.stream(capture_stream(device)):
             _begin(self._anchor, self)
-            torch.zeros((), device=device)  # torch warns of an empty graph
-            self._anchor.capture_end()
+            try:
+                torch.zeros((), device=device)  # torch warns of an empty graph
+            finally:
+                self._anchor.capture_end()
 
     def holds(self, address: int) -> bool:
         parts: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id, False)  # type: ignore[no-untyped-call]

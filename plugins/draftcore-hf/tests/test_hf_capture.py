@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
-from draftcore_sdk.captures import ALL, CaptureSuite, OpenCapture, capture_target
+from draftcore_sdk.captures import ALL, CaptureSuite, Open, capture_target
 from draftcore_sdk.targets import tiny_target
 
 from draftcore.contracts.target import TargetSpec
@@ -45,7 +45,7 @@ class TestSharedByTwoDevices(CaptureSuite):
 
     @pytest.mark.xfail(reason="only captures reach a model that devices share")
     def test_capturing_leaves_the_targets_logits_unchanged(
-        self, open_capture: OpenCapture, target: TargetSpec
+        self, open_capture: Open, target: TargetSpec
     ) -> None:
         super().test_capturing_leaves_the_targets_logits_unchanged(open_capture, target)
 

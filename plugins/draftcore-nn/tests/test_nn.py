@@ -59,7 +59,7 @@ def test_importing_any_of_it_imports_no_transformers_and_of_the_core_only_contra
     modules = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
     assert "transformers" not in modules
     core = {name.split(".")[1] for name in modules if name.startswith("draftcore.")}
-    assert core <= {"contracts", "errors"}
+    assert core <= {"contracts", "errors", "files"}
 
 
 # ------------------------------------------------------------ decoding
