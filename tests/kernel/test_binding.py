@@ -168,9 +168,6 @@ def test_an_observer_that_two_plugins_name_is_called_once(site: Site) -> None:
     assert registry.named("one").instance.seen == [3]
 
 
-# ------------------------------------------------------------ options
-
-
 @pytest.fixture
 def tuned(site: Site) -> Site:
     site.module("fake_tuned_options", OPTIONS)
@@ -282,9 +279,6 @@ def test_methods_of_a_class_answer_the_hooks_and_know_their_options(family: Site
 def test_a_class_that_is_no_whole_algorithm_is_refused(family: Site, name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         bind(family.load(), "algorithm", name)
-
-
-# ------------------------------------------------------------ what a hook returns
 
 
 @pytest.mark.parametrize(

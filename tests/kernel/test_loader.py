@@ -66,9 +66,6 @@ def test_plugins_are_sorted_by_name_with_their_offers_and_hooks(site: Site) -> N
         assert plugin.import_ms > 0
 
 
-# ------------------------------------------------------------ what is wrong with a plugin's code
-
-
 BROKEN = {
     "import surely_missing.part": "ModuleNotFoundError: No module named 'surely_missing'",
     "1 / 0": "ZeroDivisionError: division by zero",
@@ -202,9 +199,6 @@ def test_whatever_the_methods_of_an_instance_raise_disturbs_no_other_plugin(site
     assert CliRunner().invoke(main, ["list-plugins"], obj=site.load()).exit_code == 0
 
 
-# ------------------------------------------------------------ metadata
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_a_dist_whose_metadata_is_missing_or_binary_is_broken_and_not_imported(
     site: Site, seed: int
@@ -335,9 +329,6 @@ def test_the_origin_is_the_editable_folder_or_the_commit(
     assert (site.judged("good").state, site.judged("good").origin) == ("ready", origin)
 
 
-# ------------------------------------------------------------ loose files
-
-
 def test_a_loose_file_is_a_plugin_named_by_its_stem(site: Site) -> None:
     file = site.loose("my_idea", OBSERVER)
     (plugin,) = site.load([file, file]).plugins
@@ -358,9 +349,6 @@ def test_a_loose_file_never_stands_in_for_what_is_installed_by_its_name(site: Si
     assert [plugin.state for plugin in same] == ["conflict", "conflict"]
     assert taken.state == "broken"
     assert "is a module of that name" in taken.problem
-
-
-# ------------------------------------------------------------ choosing
 
 
 def test_an_unknown_name_lists_what_is_there_and_invents_no_pip_line(site: Site) -> None:
@@ -492,9 +480,6 @@ def test_a_broken_plugin_of_the_offers_name_or_dist_is_its_reason_unless_one_is_
     assert site.load().find("store", "mine").name == "other"
 
 
-# ------------------------------------------------------------ importing what is chosen
-
-
 def imported() -> set[str]:
     return {name for name in sys.modules if name.removeprefix("draftcore.").startswith("fake_")}
 
@@ -520,9 +505,6 @@ def test_a_loose_file_is_asked_first_and_an_entry_point_of_another_name_at_last(
     assert registry.find("store", "mine").name == "fake_loose"
     assert imported() == {"fake_loose"}
     assert registry.find("store", "engine-server").name == "engine"
-
-
-# ------------------------------------------------------------ manifests
 
 
 def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -> None:
