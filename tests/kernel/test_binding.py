@@ -299,12 +299,9 @@ def test_what_does_not_fit_the_contract_is_named_with_hook_and_plugin(
     source = f"""
         import torch
         from draftcore.contracts.algorithm import StepOutput
-
         one = torch.ones(())
-
         @hookimpl
-        def describe():
-            return [Offer("algorithm", "mine")]
+        def describe(): return [Offer("algorithm", "mine")]
         @hookimpl
         def feature_request(): ...
         @hookimpl

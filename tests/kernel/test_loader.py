@@ -27,23 +27,11 @@ HERE = version("pluggy")
 OBSERVER = "@hookimpl\ndef step_finished(step): ...\n"
 FORGOTTEN = "def capture(target): ...\ndef helper(): ...\ndef evaluated(step): ..."
 WRAPPER = "@hookimpl(wrapper=True)\ndef feature_store(uri):\n    return (yield)\n"
+HOOKS = ("feature_request", "build_draft", "collate", "forward_loss", "build_disagg_draft_input")
 ALGORITHM = """
 @hookimpl
-def describe():
-    return [Offer("algorithm", "mine", frozenset({"disagg"}))]
-@hookimpl
-def feature_request(target): ...
-@hookimpl
-def build_draft(target): ...
-@hookimpl
-def collate(samples): ...
-@hookimpl
-def forward_loss(draft, batch): ...
-@hookimpl
-def build_disagg_draft_input(batch): ...
-"""
-
-
+def describe(): return [Offer("algorithm", "mine", frozenset({"disagg"}))]
+""" + "".join(f"@hookimpl\ndef {hook}(): ...\n" for hook in HOOKS)
 METHODS = [
     "__eq__", "__ne__", "__hash__", "__bool__", "__len__", "__iter__", "__repr__", "__str__", "__dir__",
     "__getattr__", "__getattribute__", "__contains__", "__call__", "__format__", "__lt__",
