@@ -168,9 +168,6 @@ def test_an_observer_that_two_plugins_name_is_called_once(site: Site) -> None:
     assert registry.named("one").instance.seen == [3]
 
 
-# ------------------------------------------------------------ options
-
-
 @pytest.fixture
 def tuned(site: Site) -> Site:
     site.module("fake_tuned_options", OPTIONS)
@@ -284,9 +281,6 @@ def test_a_class_that_is_no_whole_algorithm_is_refused(family: Site, name: str, 
         bind(family.load(), "algorithm", name)
 
 
-# ------------------------------------------------------------ what a hook returns
-
-
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
@@ -305,12 +299,9 @@ def test_what_does_not_fit_the_contract_is_named_with_hook_and_plugin(
     source = f"""
         import torch
         from draftcore.contracts.algorithm import StepOutput
-
         one = torch.ones(())
-
         @hookimpl
-        def describe():
-            return [Offer("algorithm", "mine")]
+        def describe(): return [Offer("algorithm", "mine")]
         @hookimpl
         def feature_request(): ...
         @hookimpl

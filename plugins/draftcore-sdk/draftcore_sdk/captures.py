@@ -36,7 +36,8 @@ from draftcore_sdk.memory import CYCLES, differing, watched_bytes
 from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
-Open = Callable[[FeatureRequest], Capture]
+OpenCapture = Callable[[FeatureRequest], Capture]
+Open = OpenCapture
 LAYERS, WIDTH = 4, 32
 ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or

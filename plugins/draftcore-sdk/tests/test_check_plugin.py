@@ -107,9 +107,6 @@ def loose(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: Any) -> I
     sys.modules.pop(name, None)
 
 
-# ------------------------------------------------------------ the report
-
-
 def test_a_good_plugin_passes_with_a_line_per_test_and_a_sum() -> None:
     """The process that reports imports no torch."""
     program = (
@@ -208,9 +205,6 @@ def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
     assert later == ["  xfail    a round trip is exact: later"]
 
 
-# ------------------------------------------------------------ what is asked for
-
-
 def test_a_plugin_that_is_not_there_or_broken_is_refused_with_the_reason(loose: Loose) -> None:
     loose.write("import surely_missing")
     result = loose.check()
@@ -258,9 +252,6 @@ def test_what_cannot_be_asked_is_explained(loose: Loose, arguments: list[str], s
     result = loose.check(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
-
-
-# ------------------------------------------------------------ a process of its own
 
 
 def test_the_users_own_pytest_is_left_out(
