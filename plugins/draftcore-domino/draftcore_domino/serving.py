@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from draftcore_domino.options import DominoOptions
 
 PROJECTOR = "domino"
+HEAD = {"shift_label": bool, "pure_draft_prefix_len": int, "gru_hidden_dim": int, "emb_dim": int}
 # The second name is research code's; sglang does not know it, so it is read, but not written.
 ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
 
@@ -30,13 +31,8 @@ ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
 def serving_config(module: DominoDraft) -> dict[str, Any]:
     """Return config.json's content: that of the backbone, and the head's fields."""
     config, data = module.config, dflash.serving_config(module)
-    data["dflash_config"] |= {
-        "projector_type": PROJECTOR,
-        "shift_label": config.shift_label,
-        "pure_draft_prefix_len": config.pure_draft_prefix_len,
-        "gru_hidden_dim": config.gru_hidden_dim,
-        "emb_dim": config.emb_dim,
-    }
+    head = {name: getattr(config, name) for name in HEAD}
+    data["dflash_config"] |= {"projector_type": PROJECTOR, **head}
     return {**data, "emb_dim": config.emb_dim}
 
 
@@ -64,12 +60,7 @@ def head_fields(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"  a Domino draft says dflash_config.projector_type: {PROJECTOR!r}"
         )
     given = {**data, **nested}
-    head = {
-        "gru_hidden_dim": int(serving.required(given, "gru_hidden_dim", folder)),
-        "emb_dim": int(serving.required(given, "emb_dim", folder)),
-        "shift_label": serving.required(given, "shift_label", folder),
-        "pure_draft_prefix_len": int(serving.required(given, "pure_draft_prefix_len", folder)),
-    }
+    head = {name: kind(serving.required(given, name, folder)) for name, kind in HEAD.items()}
     if data.get("emb_dim", head["emb_dim"]) != head["emb_dim"]:
         raise UsageError(
             f"config.json in {folder} has two values of emb_dim: {data['emb_dim']} at the top level, "

@@ -32,19 +32,11 @@ if TYPE_CHECKING:
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Config fields whose other values change the computation, with the one value that we compute.
 FIXED = {
-    "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bias": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "parallel_drafting": False,
-    "num_aux_hidden_states": 3,
-    "use_aux_hidden_state": True,
-    "logit_scale": 1,  # of vLLM
-    "final_logit_softcapping": None,  # of sglang
-}
+    "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "bias": False, "norm_before_residual": False, "norm_before_fc": False,
+    "parallel_drafting": False, "num_aux_hidden_states": 3, "use_aux_hidden_state": True,
+    "logit_scale": 1, "final_logit_softcapping": None,  # of vLLM, and of sglang
+}  # fmt: skip
 # Prefixes of tensors' names; in published drafts the layer is `layers.0.`, or all have `model.`.
 RENAMED = {"model.": "", "layers.0.": "midlayer."}
 

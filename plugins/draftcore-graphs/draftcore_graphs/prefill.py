@@ -79,14 +79,9 @@ class PrefillGraphRunner(GraphRunner):
     """
 
     def __init__(
-        self,
-        target: TargetModel,
-        phase: Phase,
-        backend: GraphBackend,
-        plugins: Sequence[GraphPlugin] = (),
-        *,
-        breaks: bool = False,
-    ) -> None:
+        self, target: TargetModel, phase: Phase, backend: GraphBackend,
+        plugins: Sequence[GraphPlugin] = (), *, breaks: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(phase, backend, plugins)
         self.target, self.breaks = decoder_model(target, "a graph of the target"), breaks
         self.requests: dict[str, FeatureRequest] = {}
@@ -155,12 +150,9 @@ class PrefillGraphRunner(GraphRunner):
         return ShapeKey(bucket, padded, variant)
 
     def _checked(
-        self,
-        found: dict[str, Tensor],
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
+        self, found: dict[str, Tensor], tokens_BT: Tensor, lengths_B: Tensor,
         request: FeatureRequest,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Compare the first batch with the model under its own masks, and return the right features.
 
         Raises UsageError where they differ and the user named the backend.

@@ -88,9 +88,10 @@ class Refusing(RecordingBackend):
 
     def __init__(self, *, small: bool = False) -> None:
         super().__init__()
-        self.small = small
+        self.small, self.tried = small, 0
 
     def capture_one(self, key: ShapeKey, fn: Callable[[], Outputs]) -> None:
+        self.tried += 1
         if self.small and key.length == 32:
             raise torch.OutOfMemoryError("Tried to allocate 2 GiB, of which 1 GiB is free. Of more")
         super().capture_one(key, fn)
@@ -110,9 +111,10 @@ def test_a_bucket_without_memory_runs_as_it_is_unless_the_user_chose_it(
     target: TargetModel, prompts: Prompts
 ) -> None:
     """Which is not tried again, and leaves the smaller ones alone."""
-    runner = make(target, Refusing(small=True))
+    runner = make(target, backend := Refusing(small=True))
     for batch in (prompts, prompts[:1], prompts):
         require_near(runner, target, batch)
+    assert backend.tried == 4
     assert (runner.counts, runner.captures) == ({"out of memory": 2, "replayed": 1}, 2)
     for chosen in ("rows", "lengths", "max_bs"):
         runner = make(target, Refusing(small=True), decided={chosen: "you"})
