@@ -273,8 +273,6 @@ class Renderer:
             text, marked = self.render_text(part.messages, row.tools)
             next_head, rest = self._written_after(first, follows, row.tools)
             own = text[len(head) : len(text) - len(rest)]
-            if text != head + own + rest:
-                return []
             shift = start - len(first)  # of its messages
             inside = [turn - shift for turn in turns if start * (shift > 0) <= turn < end]
             at = len(written) - len(head)

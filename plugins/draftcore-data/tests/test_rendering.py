@@ -430,7 +430,11 @@ def test_what_is_rendered_changes_with_the_format_number_alone(way: str) -> None
 
 # ---------------------------------------------------------------- long conversations
 
-DROPPED = "gpt-oss-thinks-and-calls-a-tool"  # several times after each other it cannot be placed
+NUMBERED = replaced(
+    "<|im_start|>{{", "[{{ loop.index }}]<|im_start|>{{"
+)  # no part is as the whole is
+AGAIN = WAYS | {"numbered": (NUMBERED, TWO_TURNS, {})}
+del AGAIN["rows of tokens"], AGAIN["gpt-oss-thinks-and-calls-a-tool"]  # placed once, but not again
 
 
 def repeated(messages: list[Any], times: int) -> list[Any]:
@@ -445,11 +449,11 @@ def repeated(messages: list[Any], times: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if w not in ("rows of tokens", DROPPED)])
+@pytest.mark.parametrize("way", AGAIN)
 def test_the_answers_of_a_long_conversation_are_those_that_are_found_one_by_one(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    template, messages, options = WAYS[way]
+    template, messages, options = AGAIN[way]
     row = template, repeated(messages, 15), {**options, "max_length": 10**6}
     monkeypatch.setattr(rendering, "LONG", 8)
     in_parts = digest(*row)
@@ -462,7 +466,7 @@ def test_the_answers_of_a_long_conversation_are_those_that_are_found_one_by_one(
     [
         (CHATML, "", 10**6), (MARKED, "", 10**6), (QWEN3_FIELD, "", 10**6),  # in parts
         (QWEN3_FIELD, "hm", 200),  # as far as a row may reach
-        (replaced("<|im_start|>{{", "[{{ loop.index }}]<|im_start|>{{"), "", 200),
+        (NUMBERED, "", 200), (NUMBERED, "last", 10**6),
     ],
 )  # fmt: skip
 def test_what_is_rendered_of_a_conversation_grows_as_its_turns_do(
@@ -476,7 +480,8 @@ def test_what_is_rendered_of_a_conversation_grows_as_its_turns_do(
         sizes[-1] += len(done[0][0])
         return done
 
-    renderer = Renderer(make_tokenizer(template), DataOptions(max_length=longest))
+    options = DataOptions(max_length=longest, last_turn_only=thought == "last")
+    renderer = Renderer(make_tokenizer(template), options)
     monkeypatch.setattr(chat_template_utils, "render_jinja_template", counted)
     rows = list[Any]()
     for turns in (200, 1600):
