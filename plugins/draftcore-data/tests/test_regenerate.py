@@ -287,7 +287,7 @@ def test_sampling_and_the_key_reach_the_server_and_the_key_nobody_else(
     ask: Asking, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTCORE_API_KEY", "very-secret")
-    server = serve(lambda asked: (400, {"message": f"bad key {server.headers['Authorization']}"}))
+    server = serve(lambda asked: (400, {"message": f"bad key {server.headers['Authorization']}"}))  # type: ignore[has-type]
     sampling = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 7, "--reasoning-effort", "low")
     result = ask(server, "--rows", 1, *sampling, status=1)
     body = {"model": "tiny", "max_tokens": 2048, "temperature": 0.5, "top_p": 0.9, "seed": 7}

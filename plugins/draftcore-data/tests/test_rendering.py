@@ -404,7 +404,7 @@ def digest(template: str, row: Any, options: dict[str, Any]) -> str:
     tokenizer = byte_tokenizer(template)
     tokenizer.add_tokens(SPECIALS, special_tokens=True)
     renderer = Renderer(tokenizer, DataOptions(**options), "2026-01-02T03:04:05")
-    given = parse_row("x", row) if row is TOKENS else parsed(row)
+    given: Any = parse_row("x", row) if row is TOKENS else parsed(row)
     rows = [one for one in renderer.render([given]) if isinstance(one, Rendered)]
     assert rows
     assert all(one.loss_mask.any() for one in rows)

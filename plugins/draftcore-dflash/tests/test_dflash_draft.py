@@ -281,7 +281,7 @@ def test_published_spellings_are_read(draft: Draft, exported: Path, target: Targ
     change_tensors(exported, rename)
     left_out = ("block_size", "is_causal", "layer_types", "sliding_window", "target_hidden_size")
     change_config(exported, **dict.fromkeys(left_out, GONE))
-    again = DFlash(OPTIONS).import_draft(exported, target)
+    again: Any = DFlash(OPTIONS).import_draft(exported, target)
     assert again.module.config.block_size == 4
     require_same_bits(again.module.state_dict(), draft.module.state_dict())
 
@@ -291,7 +291,7 @@ def test_layers_and_mask_token_left_out_are_the_default_ones(
 ) -> None:
     DFlash(OPTIONS).export_draft(make_draft(layers=None), folder, "serving")
     change_config(folder, dflash_config={})
-    config = DFlash(DFlashOptions(mask_token_id=7)).import_draft(folder, target).module.config
+    config: Any = DFlash(DFlashOptions(mask_token_id=7)).import_draft(folder, target).module.config
     assert (config.layers, config.mask_token_id) == ((1, 5), 7)
 
 

@@ -368,7 +368,7 @@ def test_listed_tiles_are_those_in_which_something_is_seen_and_whole_ones_hide_n
     samples, length, slots, tile = 2, 700, 40, 128
     chosen = [torch.randperm(length - 1)[:slots].sort().values for _ in range(samples)]
     blocks = Blocks.of(torch.stack(chosen), torch.rand(samples, slots) < 0.9)
-    mask = Tiles.of(blocks, (samples, length), size, window).mask(length, size, window, causal)
+    mask: Any = Tiles.of(blocks, (samples, length), size, window).mask(length, size, window, causal)
     queries = slots * size
     shape = [-(-count // tile) for count in (queries, length + queries)]
     for sample in range(samples):
@@ -446,7 +446,7 @@ def test_golden_loss_metrics_and_every_gradient(golden: Golden, compiled: bool) 
         draft.compile(dynamic=True)
     output = draft.loss_of(golden.batch(), golden.blocks())
     loss = output.numerator / output.denominator
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     golden.check(float(loss.detach()), expected["loss"])
     terms = [float(output.numerator.detach()), float(output.denominator)]
     golden.check(terms, expected["loss_terms"])
@@ -496,7 +496,7 @@ def test_golden_accumulation_window(golden: Golden) -> None:
     ]
     numerator = torch.stack([output.numerator for output in outputs]).sum()
     denominator = torch.stack([output.denominator for output in outputs]).sum()
-    (numerator / denominator).backward()
+    (numerator / denominator).backward()  # type: ignore[no-untyped-call]
     (window,) = (v for n, v in golden.data.items() if n.startswith("accumulation_window"))
     metrics = window["trainer_metrics"]
     golden.check(float((numerator / denominator).detach()), metrics["loss"])

@@ -320,7 +320,7 @@ def test_golden_loss_metrics_and_every_gradient(golden: Golden, compiled: bool) 
         draft.compile(dynamic=True)
     output = draft.loss(golden.batch())
     loss = output.numerator / golden.num_rows
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     golden.check(float(loss.detach()), expected["loss"])
     for step in range(golden.data["ttt_length"]):
         correct, seen = output.counts[f"accuracy_{step}"]
@@ -373,7 +373,7 @@ def test_golden_alternatives_on_the_same_inputs(golden: Golden) -> None:
         steps = [ratios(output)[f"loss_{k}"] for k in range(golden.data["ttt_length"])]
         golden.check(steps, expected["plosses"], name)
         if "grad_norms" in expected:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             golden.check_gradients(draft, expected["grad_norms"])
 
 

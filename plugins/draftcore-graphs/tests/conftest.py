@@ -71,13 +71,13 @@ class CpuSegments:
     def begin(self) -> None:
         assert self.tape is None, "two segments at a time"
         self.tape = Tape()
-        self.tape.__enter__()
+        self.tape.__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self) -> Callable[[], object]:
+    def end(self) -> Callable[[], None]:
         """Every tensor of a segment keeps its place; what is computed is there when it runs."""
         assert self.tape is not None, "no segment was begun"
         tape, self.tape = self.tape, None
-        tape.__exit__(None, None, None)
+        tape.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.ended += 1
         # An allocation is no kernel.
         tape.steps = [step for step in tape.steps if "empty" not in str(step[0])]

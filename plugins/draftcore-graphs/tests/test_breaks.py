@@ -80,7 +80,7 @@ def test_a_break_runs_anew_at_every_replay_and_the_rest_does_not(
         calls["inside"] += 1
         return value * calls["inside"]
 
-    def work() -> Tensor:
+    def work() -> Any:
         calls["outside"] += 1
         return run_eager(scaled, x + 1) - 1
 
@@ -113,7 +113,7 @@ def test_a_break_within_a_break_is_part_of_it(backend: SegmentBackend, segments:
     """And sees true values while it is recorded, as a segment runs as soon as it is."""
     x, seen = torch.ones(3), []
 
-    def outer(value: Tensor) -> Tensor:
+    def outer(value: Tensor) -> Any:
         seen.append(value.tolist())
         return run_eager(torch.neg, value) + 1
 

@@ -212,7 +212,7 @@ def test_a_device_without_room_is_said_and_stays_usable(
     full: GraphBackend, buffer: Tensor, tmp_path: Path
 ) -> None:
     """A mask of 16,384 x 16,384 takes 1 GiB; buckets that nobody chose run eagerly."""
-    sizes = {"rows": (4,), "lengths": (32, 16384)}
+    sizes: dict[str, Any] = {"rows": (4,), "lengths": (32, 16384)}
     asked = r"a graph of 4 rows x 16384: .* is free\."
     with pytest.raises(DraftcoreError, match=asked) as refused, little_memory():
         prefill(full, tmp_path / "chosen", "float32", **sizes, decided={"lengths": "you"})
@@ -278,7 +278,7 @@ def test_a_wait_for_the_host_is_refused_and_leaves_everything_usable(
 def test_an_error_between_a_fork_and_its_join_leaves_everything_usable(
     full: GraphBackend, buffer: Tensor
 ) -> None:
-    side, calls = torch.cuda.Stream(), []
+    side, calls = torch.cuda.Stream(), []  # type: ignore[no-untyped-call]
 
     def work() -> Tensor:
         calls.append(1)
@@ -297,10 +297,10 @@ def test_an_error_between_a_fork_and_its_join_leaves_everything_usable(
 
 def test_a_fork_that_is_never_joined_is_refused(full: GraphBackend, buffer: Tensor) -> None:
     """Made by events, which nobody notes; torch itself would say 'unjoined'."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def work() -> Tensor:
-        forked = torch.cuda.Event()
+        forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
         forked.record()
         side.wait_event(forked)
         with torch.cuda.stream(side):
@@ -325,14 +325,14 @@ def test_work_on_the_cpu_is_refused(full: GraphBackend) -> None:
 def test_side_streams_are_joined_before_a_break_and_forked_after_it(
     breakable: GraphBackend, buffer: Tensor
 ) -> None:
-    side, out = torch.cuda.Stream(), torch.zeros_like(buffer)
+    side, out = torch.cuda.Stream(), torch.zeros_like(buffer)  # type: ignore[no-untyped-call]
 
     def work() -> Tensor:
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             out.copy_(buffer @ buffer)
-        left = run_eager(torch.neg, buffer)  # while the side stream is away
+        left: Tensor = run_eager(torch.neg, buffer)  # while the side stream is away
         with torch.cuda.stream(side):
             out.add_(1)
         main.wait_stream(side)
@@ -352,7 +352,7 @@ def test_other_threads_may_use_cuda_while_graphs_are_recorded(
     stop, failed = threading.Event(), []
 
     def other() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             while not stop.is_set():
                 try:
                     fresh = torch.ones(MIB, device="cuda")
@@ -367,7 +367,7 @@ def test_other_threads_may_use_cuda_while_graphs_are_recorded(
         for rows in range(12, 0, -1):
             part = buffer[:rows]
             for backend in (full, breakable):
-                capture(backend, lambda x=part: run_eager(torch.neg, x * 2) + 1, ShapeKey(rows))
+                capture(backend, lambda x=part: run_eager(torch.neg, x * 2) + 1, ShapeKey(rows))  # type: ignore[misc]
     finally:
         stop.set()
         thread.join()
@@ -386,7 +386,7 @@ def test_compiled_pieces_read_buffers_and_weights_as_they_are(piecewise: GraphBa
     capture(piecewise, lambda: {"y": module(x)})
     for seed in (1, 2):
         x.copy_(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
-        module[0][0].weight.mul_(1.5)
+        module.get_parameter("0.0.weight").mul_(1.5)
         torch.testing.assert_close(piecewise.replay(KEY)["y"], module(x), rtol=1e-4, atol=1e-5)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_rows_may_propose_fewer_tokens_than_they_might(
     target: TargetModel, drafter: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as the last token says."""
-    propose = drafter.propose
+    propose: Callable[..., Proposal] = drafter.propose
 
     def fewer(state: dict[str, Tensor], *sampling: Any) -> Proposal:
         return replace(propose(state, *sampling), counts_B=state["last_B"] % 3)
@@ -170,12 +170,12 @@ def test_a_sliding_window_target_decodes_the_same(
 
 class Noting(GraphPlugin):
     def __init__(self, *, divide: bool = False) -> None:
-        self.divide, self.captured, self.replayed = divide, [], []
+        self.divide, self.captured, self.replayed = divide, list[ShapeKey](), list[Any]()
 
     def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
         self.captured.append(key)
         if self.divide:
-            return lambda whole: work({name: value[:1] for name, value in whole.items()})
+            return lambda batch, **_: work({name: value[:1] for name, value in batch.items()})
         return work
 
     def on_replay(self, key: ShapeKey, batch: Batch) -> None:

@@ -189,13 +189,13 @@ class Scaling(GraphPlugin):
 
     def __init__(self, factor: float, shift: float) -> None:
         self.factor, self.shift = factor, shift
-        self.captured, self.replayed = [], []
+        self.captured, self.replayed = list[Any](), list[Any]()
 
     def on_capture(self, key: ShapeKey, batch: Batch, work: Work) -> Work:
         self.captured.append((key.rows, key.length, batch["lengths_B"].tolist()))
 
-        def scaled(part: Batch, **divided: Any) -> Outputs:
-            return {name: x * self.factor + self.shift for name, x in work(part, **divided).items()}
+        def scaled(batch: Batch, **more: Any) -> Outputs:
+            return {name: x * self.factor + self.shift for name, x in work(batch, **more).items()}
 
         return scaled
 
@@ -227,7 +227,7 @@ def test_a_batch_that_is_divided_within_a_row_has_the_features_of_the_whole(
     request: pytest.FixtureRequest, kind: str, row: int, inside: int
 ) -> None:
     """The rest of the row attends to what the first part left of its beginning, in its window."""
-    target: TargetModel = request.getfixturevalue(kind)
+    target: Any = request.getfixturevalue(kind)
     tokens_BT = torch.randint(200, (3, 8), generator=torch.Generator().manual_seed(row))
     whole, divided = static_features(target, tokens_BT, REQUEST), DividedRow(inside, 8)
     head_BT, tail_BT = tokens_BT[: row + 1].clone(), tokens_BT[row:].clone()

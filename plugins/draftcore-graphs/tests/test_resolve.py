@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from draftcore_graphs.options import GraphsOptions
@@ -21,7 +22,7 @@ FACTS = Facts(
     },
 )  # fmt: skip
 # What makes each rule refuse, which backend, and what that can do beside.
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "device": ({}, "gpu"),
     "phase": ({}, "elsewhere"),
     "attention": ({"attention": "flash_attention_2"}, "any"),
@@ -96,7 +97,7 @@ def test_every_key_can_be_left_out_and_the_plan_shows_each_with_who_decided() ->
 def test_the_plan_names_rules_that_judge_only_when_a_phase_runs() -> None:
     facts = replace(FACTS, backends={"chosen": frozenset({"auto:cpu"})})
     later = {"offloaded": "the target's weights", "adapters": "the target's layers"}
-    own = {
+    own: dict[PhaseName, dict[str, str]] = {
         "prefill": {"masks": "the first batch"},
         "decode": {"drafter-trees": "the drafter", "drafter-state": "the draft's state"},
     }

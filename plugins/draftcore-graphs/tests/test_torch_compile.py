@@ -93,7 +93,7 @@ def test_every_bucket_is_compiled_in_its_pieces_and_stays_so() -> None:
         graphs.append(module)
         return module
 
-    backend = PiecewiseBackend(keep, None)
+    backend = PiecewiseBackend(keep, None)  # type: ignore[arg-type]
     buffers = {rows: torch.ones(rows, 4) for rows in range(12, 0, -1)}
 
     def work(rows: int) -> Callable[[], Tensor]:

@@ -61,7 +61,7 @@ def test_more_devices_than_there_are_are_refused_before_a_process_starts(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("draftcore_hf.target.resolve_device", torch.device)
     for device, there in (("cpu", "cores"), ("cuda:1", "devices")):
-        shared = {"device": device, "tensor_parallel": 4}
+        shared: dict[str, Any] = {"device": device, "tensor_parallel": 4}
         with pytest.raises(UsageError, match=f"is 4, and from {device} on there are 3 {there}"):
             TransformersTarget(str(target_folder), **shared).load_model()
         shared["tensor_parallel"] = 3

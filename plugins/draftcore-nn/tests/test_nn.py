@@ -47,7 +47,7 @@ sys.path.append(FOLDER.name)
 class TestTheReadmesExample(AlgorithmSuite):
     """As it stands there."""
 
-    plugin, loose = "echo", str(FILE)
+    plugin, loose = "echo", FILE
 
 
 def test_importing_any_of_it_imports_no_transformers_and_of_the_core_only_contracts() -> None:
@@ -68,7 +68,7 @@ def test_importing_any_of_it_imports_no_transformers_and_of_the_core_only_contra
 def test_a_choice_follows_its_distribution_and_waits_for_nothing() -> None:
     generator = torch.Generator().manual_seed(1)
     logits_BV = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20_000, -1)
-    with NoWaiting():
+    with NoWaiting():  # type: ignore[no-untyped-call]
         token_B, probs_BV = decoding.choose(logits_BV, 0.5, generator)
     assert probs_BV is not None
     torch.testing.assert_close(probs_BV[0], (logits_BV[0] / 0.5).softmax(-1))
@@ -88,7 +88,7 @@ def test_choices_join_to_a_proposal() -> None:
         for k, (token_B, probs_BV) in enumerate(choices):
             assert proposal.tokens_BK[:, k].equal(token_B)
             assert (probs_BV is None) == (proposal.probs_BKV is None) == (temperature == 0)
-            assert probs_BV is None or proposal.probs_BKV[:, k].equal(probs_BV)
+            assert probs_BV is None or cast(Tensor, proposal.probs_BKV)[:, k].equal(probs_BV)
 
 
 @dataclass
@@ -351,7 +351,7 @@ def test_what_cannot_be_exported_leaves_nothing(
 
 def test_what_a_config_says_otherwise_is_refused_by_name(exported: Path) -> None:
     config = serving.read_config(exported)
-    refusals = {
+    refusals: dict[str, Any] = {
         "lacks 'width'": lambda: serving.required(config, "width", exported),
         "says steps: 3(.|\n)*steps: 4 only": lambda: serving.require_fixed(
             config, {"steps": 4, "bias": False}, exported

@@ -60,7 +60,7 @@ class Golden:
 
     def __init__(self, file: Path) -> None:
         self.folder, self.data = file.parent, json.loads(file.read_text(encoding="utf-8"))
-        self.tensors = load_file(file.with_suffix(".safetensors"))
+        self.tensors: dict[str, Tensor] = load_file(file.with_suffix(".safetensors"))
         numbers = re.fullmatch(
             r".*loss rtol ([\de.-]+), grads rtol ([\de.-]+) / atol ([\de.-]+)",
             self.data["tolerance"],

@@ -21,8 +21,8 @@ from draftcore_sdk.suite import Suite, child_environment
 
 LIMIT = 240  # seconds for one test; none takes a tenth of it on two quiet cores
 # A mutant that fails by one of these is not wrong but broken, or was not caught in time.
-SLIPS = ("NameError", "SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError")
-SLIPS += ("Failed: Timeout",)
+SLIPS: tuple[str, ...] = ("NameError", "SyntaxError", "IndentationError", "ImportError")
+SLIPS += ("ModuleNotFoundError", "Failed: Timeout")
 METHOD = re.compile(r"([A-Z]\w*)(?:\(([\w.]+)\))?\.(\w+)(?:\((.*?)\))?:(.*)")
 TEST_FILE = """\
 from pathlib import Path
@@ -137,7 +137,7 @@ class Mutants:
 
     suite: type[Suite]
     right: Mapping[str, str]  # its files, the plugin's module first; {name} is the plugin's name
-    wrong: Mapping[str, Mutant]  # by the plugin's name
+    wrong: dict[str, Mutant]  # by the plugin's name
     body: str = 'plugin = "{name}"'  # what the subclass of the suite says
     every_test: bool = True  # each test of the suite catches a mutant
     soon: float = 0.0  # seconds for which the suite waits for what a wrong plugin never does
