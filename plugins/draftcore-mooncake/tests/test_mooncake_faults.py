@@ -110,8 +110,8 @@ def test_a_killed_process_takes_its_master_along() -> None:
 
 def test_a_master_that_is_killed_and_stays_away_is_said_after_the_patience(tmp_path: Path) -> None:
     """Killed during puts and gets; whoever joins a store waits for no more than a second."""
-    program, port = engine.package_folder() / "mooncake_master", free_port()
-    master = Server([program, f"--rpc_port={port}", *FLAGS], tmp_path, port)
+    program, port = str(engine.package_folder() / "mooncake_master"), free_port()
+    master = Server([program, f"--rpc_port={port}", *FLAGS], tmp_path, port, metrics=0)
     address = f"127.0.0.1:{port}"
     lender = MooncakeStore.open(f"mooncake://{address}/run?max_bytes=32MiB&patience=3")
     ref = lender.put(numbered("a", 7, PER_MIB))

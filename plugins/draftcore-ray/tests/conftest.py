@@ -73,8 +73,8 @@ class Machines:
         script = f"mount -t tmpfs none {folder} && exec {sys.executable} -m ray.scripts.scripts"
         start = [*self.unshare, "bash", "-c", f"{script} {shlex.join(command)}"]
         quiet = subprocess.DEVNULL
-        before, deadline = len(self.cluster.global_state.node_table()), time.monotonic() + LONG
-        while len(self.cluster.global_state.node_table()) == before:
+        before, deadline = len(self.cluster.global_state.node_table()), time.monotonic() + LONG  # type: ignore[no-untyped-call]
+        while len(self.cluster.global_state.node_table()) == before:  # type: ignore[no-untyped-call]
             assert time.monotonic() < deadline
             if all(one.poll() is not None for one in self.alone):  # ray waits 30 s, and gives up
                 one = subprocess.Popen(start, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -135,7 +135,7 @@ def cluster() -> Iterator[Cluster]:
     here["_system_config"] = {**soon, "health_check_failure_threshold": 3}
     made = Cluster(initialize_head=True, head_node_args=here)
     yield made
-    made.shutdown()
+    made.shutdown()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture

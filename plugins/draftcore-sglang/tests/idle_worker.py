@@ -9,7 +9,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 
-class IdleWorker(BaseSpecWorker):
+class IdleWorker(BaseSpecWorker):  # type: ignore[misc]
     draft_worker = None
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:

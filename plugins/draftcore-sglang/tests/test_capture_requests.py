@@ -178,7 +178,7 @@ def test_no_exception_leaves_a_hook_where_it_would_end_the_server(
     hooks = ServerHooks("shm:x", (1,), 1)
     hooks.requests = CaptureRequests(None, {}, ())
     seen: list[Any] = []
-    result = hooks.around_prefill(lambda *args: seen.append(args) or "done", "processor", 1, 2)
+    result = hooks.around_prefill(lambda *args: seen.append(args) or "done", "processor", 1, 2)  # type: ignore[func-returns-value]
     assert (result, seen) == ("done", [("processor", 1, 2)])
     hooks.after_logits(object(), None, None, None, None, None)
     assert "lost the captures of a batch" in caplog.text
@@ -267,7 +267,7 @@ def writer(store: ShmStore) -> Iterator[Writer]:
 
 def job(writer: Writer, states_TH: Tensor, at: int = 0, **ask: Any) -> Job:
     """A job whose states lie in the writer's memory from byte `at` on."""
-    place = Place(at, *states_TH.shape, states_TH.dtype)
+    place = Place(at, len(states_TH), states_TH.shape[1], states_TH.dtype)
     place.of(writer.memory).copy_(states_TH)
     asked = replace(ASK, **ask)
     return Job(asked.sample, asked, len(states_TH), [{"hidden.1": place}])
@@ -375,9 +375,9 @@ def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
     for seconds in (0, 1):  # the first time loads the kernels, which waits
         hidden_TH = torch.zeros_like(values_TH).fill_(7)
         torch.cuda.synchronize()
-        torch.cuda._sleep(seconds * 2 * 10**9)  # a forward
+        torch.cuda._sleep(seconds * 2 * 10**9)  # type: ignore[no-untyped-call]  # a forward
         hidden_TH.copy_(values_TH)
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         began = time.monotonic()
         states = {"hidden.1": hidden_TH, "last_hidden": hidden_TH}
@@ -385,7 +385,7 @@ def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
         assert take(on_cuda, asked, states, ready) is None
         del hidden_TH, states
         torch.zeros_like(values_TH).fill_(7)  # takes the memory, were it free already
-        launched, there = time.monotonic() - began, ready.query()
+        launched, there = time.monotonic() - began, ready.query()  # type: ignore[no-untyped-call]
         assert "ref" in receipts_of(on_cuda)["rid"]
         with store.get(store.lookup([SAMPLE])[SAMPLE]) as handle:
             assert handle.tensors["hidden.1"].equal(values_TH.cpu())
@@ -400,7 +400,7 @@ def test_on_a_device_too_one_request_that_is_not_finite_spoils_no_other(
 ) -> None:
     hidden_TH = torch.randn(6, 4, device="cuda").bfloat16()
     for kinds in (["stored", "stored"], ["not-finite", "stored"]):
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         shares = several(2, 3, 3, dtype="bfloat16")
         assert on_cuda.take(shares, {"hidden.1": hidden_TH}, ready) == {}

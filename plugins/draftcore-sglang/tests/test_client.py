@@ -80,7 +80,7 @@ def serve() -> Iterator[Serve]:
 
 
 def servers(*asked: LittleServer, **given: Any) -> Servers:
-    usual = {"in_flight": 4, "patience": 5.0, "look": lambda server: "fits"}
+    usual: dict[str, Any] = {"in_flight": 4, "patience": 5.0, "look": lambda server: "fits"}
     return Servers([server.url for server in asked], **usual | given)
 
 
@@ -104,7 +104,7 @@ def test_a_server_that_fails_or_no_longer_fits_rests_while_others_serve(serve: S
 
 def test_a_server_that_comes_back_is_asked_again_and_looked_at_anew(serve: Serve) -> None:
     server, looked = serve(503), list[Server]()
-    pool = servers(server, look=lambda one: looked.append(one) or "fits")
+    pool = servers(server, look=lambda one: looked.append(one) or "fits")  # type: ignore[func-returns-value]
     threading.Timer(0.5, lambda: setattr(server, "answer", {"ok": 1})).start()
     assert pool.ask(post) == {"ok": 1}
     assert 2 < len(server.asked) < 6  # not in a tight loop
@@ -159,7 +159,7 @@ def test_what_a_server_refuses_or_answers_beyond_a_limit_is_an_error_that_is_not
         server.answer = answer
         server.asked.clear()
         with pytest.raises(kind, match=says) as caught:
-            servers(server).ask(lambda server, limit=limit: server.post({}, 30, limit))
+            servers(server).ask(lambda server, limit=limit: server.post({}, 30, limit))  # type: ignore[misc]
         assert "s3cret" not in str(caught.value)
         assert server.asked == ["Bearer s3cret"]
 

@@ -80,7 +80,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, served_folder: Path) -> Iter
         port = port or free_port()
         where = {"model_path": served_folder, "host": "127.0.0.1", "port": port}
         command = [sys.executable, "-m", "sglang.launch_server", *flags({**where, **ARGUMENTS})]
-        settings = {"SGLANG_PLATFORM": "draftcore_cpu", **environment}
+        settings: dict[str, Any] = {"SGLANG_PLATFORM": "draftcore_cpu", **environment}
         log = tmp_path_factory.mktemp("server") / "log"
         started.append(Serving([*command, *args], port, log, **settings))
         return started[-1]

@@ -195,7 +195,7 @@ def test_a_process_that_is_a_rank_or_a_device_that_this_sglang_does_not_run_on_i
 ) -> None:
     from sglang.srt.platforms import current_platform
 
-    store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)
+    store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(UsageError, match=r"topology\.producers"):
@@ -267,7 +267,7 @@ def test_random_states_are_as_they_were_and_torch_distributed_is_free_once_it_is
 
 def shared_target(folder: Path, dtype: str, device: str) -> TargetSpec:
     # Heads that two ranks can share, of a width that CUDA attention has kernels for.
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    shape: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     tiny_target(folder, hidden_size=64, num_hidden_layers=4, **shape)
     return TransformersTarget(str(folder), dtype=dtype, device=device)
 

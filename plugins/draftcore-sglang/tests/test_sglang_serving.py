@@ -88,7 +88,7 @@ def test_a_server_accepts_as_many_tokens_as_eval_says(
     where = {"model_path": QUICKSTART / "target", "speculative_draft_model_path": export}
     settings = {**where, "host": "127.0.0.1", "port": port, **SETTINGS, **ARGUMENTS[label]}
     command = [sys.executable, "-m", "sglang.launch_server", *flags(settings)]
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    offline: dict[str, Any] = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     with Serving(command, port, tmp_path / "log", **offline) as server:
         answers = generate(server, prompts)
     tokens = sum(answer["completion_tokens"] - 1 for answer in answers)

@@ -14,7 +14,7 @@ Overfit = Callable[..., Result]
 
 
 @pytest.fixture
-def overfit(tmp_path: Path, write_run: Any, cli: Any) -> Overfit:
+def overfit(tmp_path: Path, write_run: Any, cli: Callable[..., Result]) -> Overfit:
     """Overfit these algorithms, with a loose plugin if it is given."""
 
     def start(algorithms: list[str], *arguments: str, plugin: str = "") -> Result:

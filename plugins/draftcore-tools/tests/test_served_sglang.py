@@ -196,14 +196,14 @@ def joined(model: Any, features: Tensor) -> Tensor:
     if model.fc_norm is not None:
         chunks = zip(model.fc_norm, features.chunk(model.num_aux_hidden_states, -1), strict=True)
         features = torch.cat([norm(chunk.contiguous()) for norm, chunk in chunks], -1)
-    return model.fc(features)
+    return model.fc(features)  # type: ignore[no-any-return]
 
 
 def causal(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over whole rows, [T, heads * width]."""
-    heads = [x.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)[None] for x in (q, k, v)]
+    q, k, v = (x.unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)[None] for x in (q, k, v))  # type: ignore[no-untyped-call]
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+    return attend(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("algorithm", ["dflash", "domino"])
@@ -240,7 +240,7 @@ def test_sglangs_rollout_drafts_what_is_read(
     for part, prefix in ((gru, "prefix_gru."), (head, "embed_proj.")):
         own = {n.removeprefix(prefix): t for n, t in read_.items() if n.startswith(prefix)}
         part.load_state_dict(own)
-    embedding = torch.nn.Embedding.from_pretrained(host.embedding_VH)
+    embedding = torch.nn.Embedding.from_pretrained(host.embedding_VH)  # type: ignore[no-untyped-call]
     at = a_round(host, served.captured(host))
     rolled_BK = domino_greedy_rollout(
         draft_hidden=served.block_hidden(at)[None], bonus_tokens=torch.tensor([at.last]),

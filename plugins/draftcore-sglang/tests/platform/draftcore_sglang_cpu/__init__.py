@@ -24,7 +24,7 @@ def mend_torchvision() -> None:
     """
     if importlib.util.find_spec("torchvision") is None or hasattr(torch, "_torchvision_schemas"):
         return
-    schemas = torch.library.Library("torchvision", "DEF")
+    schemas = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
-        schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch._torchvision_schemas = schemas  # they live as long as this object
+        schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    torch._torchvision_schemas = schemas  # type: ignore[attr-defined]  # they live as long as this object

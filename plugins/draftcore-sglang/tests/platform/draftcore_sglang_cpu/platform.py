@@ -1,12 +1,12 @@
 """The platform itself; for sglang 0.5.17 to 0.5.23, where its interface changed shape."""
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 
-class CpuPlatform(SRTPlatform):
+class CpuPlatform(SRTPlatform):  # type: ignore[misc]
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
@@ -29,7 +29,7 @@ class CpuPlatform(SRTPlatform):
     # ------------------------------------------------------------ memory
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
-        return psutil.virtual_memory().total
+        return int(psutil.virtual_memory().total)
 
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
         memory = psutil.virtual_memory()
@@ -44,7 +44,7 @@ class CpuPlatform(SRTPlatform):
     def get_kv_pool_cls(self, *, kind: object) -> None:
         """From 0.5.22 on, None is sglang's own; before, the two below were asked instead."""
 
-    def get_mha_kv_pool_cls(self) -> type:
+    def get_mha_kv_pool_cls(self) -> object:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         return MHATokenToKVPool
