@@ -602,7 +602,7 @@ def soak(session: nox.Session) -> None:
     python = all_dists(session)
     results = Path(session.create_tmp()).resolve() / "results.jsonl"
     results.unlink(missing_ok=True)
-    draw = ("--cases=300", "--kills=6", f"--seed={time.time_ns() % 1_000_000}")
+    draw = ("--cases=300", "--kills=8", f"--seed={time.time_ns() % 1_000_000}")
     machines = "plugins/draftcore-ray/tests/test_faults.py"
     drills = ("tests/soak", f"{machines}::{RANDOM}", f"--results={results}", *draw)
     try:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import invalidate_caches
 from inspect import signature
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -195,6 +195,7 @@ def become(command: Command, places: Mapping[int, int]) -> None:
     try:
         argv, env, folder, new_session, preexec, sys.path[:] = command
         _take_descriptors(places)
+        resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]  # closed here
         os.environ.clear()
         os.environ.update({**env, **HASHES})
         if folder is not None:

@@ -48,8 +48,12 @@ def disturb(run: Run, dice: random.Random) -> Iterator[str]:
     launcher = run.start()
     for _ in range(ROUNDS):
         time.sleep(dice.uniform(0.2, 5))
-        if launcher.poll() is not None:
+        if launcher.poll() == 0:
             break
+        if launcher.returncode is not None:  # the same command again
+            run.until(lambda: not run.processes())
+            launcher = run.start()
+            time.sleep(dice.uniform(0.2, 5))
         masters = [pid for pid in run.descendants() if "mooncake_master" in run.command(pid)]
         victim = dice.choice([*run.processes(), *masters] or [launcher.pid])
         how = dice.choice(["kill", "kill", "freeze", "ask"])
@@ -61,9 +65,6 @@ def disturb(run: Run, dice: random.Random) -> Iterator[str]:
         else:
             run.kill(victim)
             time.sleep(0.5)
-        if launcher.poll() is not None:
-            run.until(lambda: not run.processes())
-            launcher = run.start()
     if run.wait(launcher) != 0:
         run.finish()
 
@@ -80,7 +81,7 @@ def test_whatever_befalls_processes_the_same_command_goes_on_to_the_same_bits(
     cases = drill.draw(f"kills, freezes, signals: {topology}", seconds=900)
     for case in drill.judge(cases, good=("recovered",)):
         run, case.times = make_run(**changes), 0
-        run.faults = "ttl:2 pace:0.4"
+        run.faults = f"ttl:2 pace:{1 if 'ranks' in topology else 0.4}"
         with case:
             for said in disturb(run, case.dice):
                 case.shown, case.times = f"{case.shown}\n{said}", case.times + 1
