@@ -280,8 +280,9 @@ def pytest(
 
 
 def state(engine: str) -> str:
-    """Digest what the session of an engine tries: its dist, the contracts and the pinned packages."""
+    """Digest what the session of an engine tries and uses: its dist, contracts, pins, the drills' tools."""
     places = (f"plugins/draftcore-{engine}", "tests/kernel/contract.txt", "constraints.txt")
+    places += ("tests/faults/conftest.py", "tests/forks.py")
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
     names = subprocess.run(listed, stdout=subprocess.PIPE, cwd=ROOT, check=True).stdout.split(b"\0")
     files = [ROOT / os.fsdecode(name) for name in sorted(names) if name]

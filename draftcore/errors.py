@@ -51,7 +51,7 @@ def one_line(value: object, max_length: int = 500) -> str:
         text = f"(it has no text: that raises {type(error).__name__})"
     if len(text) > max_length:
         text = f"{text[:max_length]} ... ({len(text)} characters)"
-    return printable(" ".join(map(str.strip, text.splitlines())))
+    return printable(" ".join(map(str.strip, text.expandtabs(1).splitlines())))
 
 
 def raised(error: BaseException) -> str:

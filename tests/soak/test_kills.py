@@ -66,6 +66,7 @@ def disturb(run: Run, dice: random.Random) -> Iterator[str]:
             run.kill(victim)
             time.sleep(0.5)
     if run.wait(launcher) != 0:
+        run.until(lambda: not run.processes())
         run.finish()
 
 

@@ -58,10 +58,12 @@ def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(
     assert all(tie["gap"] < 1.0 for tie in report["ties"])
 
 
-def test_a_run_begun_on_the_cpu_goes_on_on_cuda(project: Project, original: Project) -> None:
-    project.cli("train", "train.max_steps=2")
-    assert "resuming from step 2" in project.cli("train", *CUDA).output
-    require_losses(project, original.losses())
+def test_a_run_begun_on_the_cpu_goes_on_on_cuda(tmp_path: Path, new_project: NewProject) -> None:
+    there, here = (new_project(tmp_path / name) for name in ("there", "here"))
+    for project, device in ((here, ()), (there, CUDA)):
+        project.cli("train", "train.max_steps=2")
+        assert "resuming from step 2" in project.cli("train", *device).output
+    require_losses(there, here.losses())
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=two_devices)])

@@ -21,7 +21,7 @@ class SourceOptions(Section):
     weight: float = Field(1.0, gt=0, le=1000, description="how often each row, or which share")
 
 
-Sources = Named | tuple[Named | SourceOptions, ...]
+Sources = Named | Annotated[tuple[Named | SourceOptions, ...], Field(min_length=1)]
 
 
 class DataOptions(Section):
