@@ -62,7 +62,7 @@ ELSEWHERE = {
     "draftcore-tools/draftcore_tools/overfit.py": (2, "a folder just made"),
 }
 NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
-CORE_LINES, KERNEL_LINES, TEST_LINES = 4200, 1750, 40050  # may fall, never rise
+CORE_LINES, KERNEL_LINES, TEST_LINES = 4200, 1750, 36900  # may fall, never rise
 
 
 @cache

@@ -55,17 +55,18 @@ class TestSharedByTwoDevices(CaptureSuite):
 
 
 def test_more_devices_than_there_are_are_refused_before_a_process_starts(
-    target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    target_folder = str(capture_target(tmp_path))
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("draftcore_hf.target.resolve_device", torch.device)
     for device, there in (("cpu", "cores"), ("cuda:1", "devices")):
         shared: dict[str, Any] = {"device": device, "tensor_parallel": 4}
         with pytest.raises(UsageError, match=f"is 4, and from {device} on there are 3 {there}"):
-            TransformersTarget(str(target_folder), **shared).load_model()
+            TransformersTarget(target_folder, **shared).load_model()
         shared["tensor_parallel"] = 3
-        TransformersTarget(str(target_folder), **shared).load_model()
+        TransformersTarget(target_folder, **shared).load_model()
     assert not active_children()
 
 

@@ -41,7 +41,7 @@ from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
-from draftcore_sdk.suite import bound
+from draftcore_sdk.suite import Suite, bound
 from draftcore_sdk.workbench import (
     ANSWER,
     GREEDY,
@@ -62,8 +62,8 @@ from draftcore_sdk.workbench import (
 PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
-class AlgorithmSuite(Drafting):
-    """The behaviour of an algorithm, opened through its plugin."""
+class Training(Suite):
+    """What an algorithm asks for, builds, computes and learns."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -420,6 +420,10 @@ class AlgorithmSuite(Drafting):
         again.module.load_state_dict(trained_tensors(bench.trained.draft), strict=False)
         ours, theirs = (bench.loss(draft, bench.batch) for draft in (again, bench.trained.draft))
         require_same_output(ours, theirs, "from its checkpoint and without, the draft has")
+
+
+class AlgorithmSuite(Drafting, Training):
+    """The behaviour of an algorithm, opened through its plugin, from the basic to the compound."""
 
     # ------------------------------------------------------------ capability `disagg`
 
