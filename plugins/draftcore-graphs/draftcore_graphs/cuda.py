@@ -55,7 +55,7 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.id = torch.cuda.graph_pool_handle()
         self._anchor = torch.cuda.CUDAGraph()
-        torch.cuda.empty_cache()  # nothing can be freed while a graph is recorded
+        free_cached(device)  # nothing can be freed while a graph is recorded
         with torch.cuda.device(device), torch.cuda.stream(capture_stream(device)):
             _begin(self._anchor, self)
             try:
@@ -105,6 +105,16 @@ def shared_pool(device: torch.device) -> Pool:
     return pool
 
 
+def free_cached(device: torch.device) -> None:
+    """Give back what torch keeps of a device's memory, once nothing runs there.
+
+    Of an expandable segment torch waits for the stream that it belongs to alone, though another may
+    still read there, as the first stream does where it joins what the second has made.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
 class CudaSegments:
     """Records segments as CUDA graphs of one device, the current one if it is not given.
 
@@ -135,7 +145,7 @@ class CudaSegments:
     @contextmanager
     def recording(self) -> Iterator[None]:
         self._empty.clear()
-        torch.cuda.empty_cache()  # memory of the warm-up, which the graphs' pool cannot use
+        free_cached(self.device)  # memory of the warm-up, which the graphs' pool cannot use
         try:
             with self._forks():
                 yield
@@ -179,7 +189,7 @@ class CudaSegments:
         torch.cuda.synchronize(self.device)  # a replay may still run
         yield
         self.pools.clear()
-        torch.cuda.empty_cache()
+        free_cached(self.device)
 
     def _end(self) -> torch.cuda.CUDAGraph:
         assert self._graph is not None
