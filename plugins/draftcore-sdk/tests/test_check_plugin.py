@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -333,5 +334,5 @@ def test_whoever_ends_the_check_ends_its_process(loose: Loose, tmp_path: Path, h
     _, error = process.communicate(timeout=300)
     assert gone(note)
     if how == signal.SIGINT:
-        where = "in: graph-plugin mine: features through it are those without it"
-        assert (process.returncode, error) == (130, f"{where}\ninterrupted\n")
+        assert process.returncode == 130
+        assert re.fullmatch(r"in: .+: .+\ninterrupted\n", error)  # the last that it heard of
