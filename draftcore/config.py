@@ -157,7 +157,8 @@ class RunConfig(Section):
         if not (self.run.name and str(self.run).isprintable()):
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
         others = self.topology.ranks > 1 or self.topology.producers > 0
-        if self.topology.launcher != catalog.default("launcher") and not others:
+        launched = self.topology.options or self.topology.launcher != catalog.default("launcher")
+        if launched and not others:
             raise ValueError("topology.launcher starts nothing: set topology.ranks or .producers")
         for key, uri in (("store", self.store), ("channel", self.channel)):
             require_no_secret(key, uri)

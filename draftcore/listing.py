@@ -59,10 +59,9 @@ def _rows(plugin: Plugin) -> list[tuple[str, ...]]:
     """Return a plugin's rows of the table; what is wrong, or lacks, and the fix stand in the last column."""
     offers = ", ".join(map(str, plugin.offers)) or f"hooks {', '.join(plugin.hooks)}"
     first = plugin.problem or f"{offers}   {from_here(plugin.origin)}"
-    more = [plugin.fix] * bool(plugin.problem)
-    more += [line for offer in plugin.offers for line in offer.lacks().splitlines()]
+    more = "\n".join([plugin.fix * bool(plugin.problem), *(o.lacks() for o in plugin.offers)])
     cells = (plugin.name, from_here(plugin.dist), plugin.version, plugin.state)
-    return [(*cells, first), *(("", "", "", "", line) for line in more)]
+    return [(*cells, first), *(("", "", "", "", line) for line in more.split("\n") if line)]
 
 
 def from_here(text: str) -> str:

@@ -30,6 +30,7 @@ YAML = "run: here\ntarget: {path: there}\nalgorithm: {name: mine}\n"
         ("train.epochs=1000000000000", "train.epochs: Input should be less than or equal to 10"),
         ("train.betas=[0.9,1]", "train.betas.1: Input should be less than 1"),
         ("topology.launcher=mine", "topology.launcher starts nothing: set topology.ranks"),
+        ("topology.options={a: 3}", "topology.launcher starts nothing: set topology.ranks"),
         ('run=""', "run: '.' names no folder of its own"),
         ('run="a\\0b"', r"run: 'a\x00b' names no folder of its own"),
         ("topology.ranks=0", "topology.ranks: Input should be greater than or equal to 1"),

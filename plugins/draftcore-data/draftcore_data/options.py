@@ -21,7 +21,7 @@ class SourceOptions(Section):
     weight: float = Field(1.0, gt=0, le=1000, description="how often each row, or which share")
 
 
-Sources = Named | Annotated[tuple[Named | SourceOptions, ...], Field(min_length=1)]
+Sources = Named | tuple[Named | SourceOptions, ...]
 
 
 class DataOptions(Section):
@@ -50,6 +50,8 @@ class DataOptions(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         for key, sources in (("data.train", self.train), ("data.eval", self.eval)):
+            if sources == ():
+                raise ValueError(f"{key} is a list of no source: name one, or leave it out")
             for source in (sources,) if isinstance(sources, str) else sources or ():
                 require_no_secret(key, source if isinstance(source, str) else source.source)
         if self.eval == self.train is not None and not self.eval_on_train:
