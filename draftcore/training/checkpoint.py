@@ -135,8 +135,9 @@ def save(
             f"cannot write checkpoint {folder}: {error}\n"
             "  earlier checkpoints are intact; free space and run the same command to go on"
         ) from None
+    spared = best(root).get("step")
     for old in sorted(root.glob(f"{STEPS}/{MARK}"))[:-keep]:
-        if old.parent.name != best(root).get("step"):
+        if old.parent.name != spared:
             shutil.rmtree(old.parent)
     return folder
 

@@ -202,7 +202,7 @@ def require_clear(case: Case, asked: Callable[[], object]) -> None:
         asked()
     except DraftcoreError as error:
         case.outcome, case.shown, said = "refused in words", error, str(error)
-    assert 0 < len(said) < 2200  # of them 2,000 are the server's
+    assert 0 < len(said) < 2200  # 500 of the server's characters, each escaped by four
     assert said.replace("\n", "").isprintable()
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from draftcore_domino.options import DominoOptions
 
 PROJECTOR = "domino"
-HEAD = {"shift_label": bool, "pure_draft_prefix_len": int, "gru_hidden_dim": int, "emb_dim": int}
+SIZES = "pure_draft_prefix_len", "gru_hidden_dim", "emb_dim"
 # The second name is research code's; sglang does not know it, so it is read, but not written.
 ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
 
@@ -31,7 +31,7 @@ ARCHITECTURES = (dflash.ARCHITECTURE, "DominoDraftModel")
 def serving_config(module: DominoDraft) -> dict[str, Any]:
     """Return config.json's content: that of the backbone, and the head's fields."""
     config, data = module.config, dflash.serving_config(module)
-    head = {name: getattr(config, name) for name in HEAD}
+    head = {name: getattr(config, name) for name in ("shift_label", *SIZES)}
     data["dflash_config"] |= {"projector_type": PROJECTOR, **head}
     return {**data, "emb_dim": config.emb_dim}
 
@@ -60,7 +60,8 @@ def head_fields(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"  a Domino draft says dflash_config.projector_type: {PROJECTOR!r}"
         )
     given = {**data, **nested}
-    head = {name: kind(serving.required(given, name, folder)) for name, kind in HEAD.items()}
+    head = {name: int(serving.required(given, name, folder)) for name in SIZES}
+    head["shift_label"] = serving.required(given, "shift_label", folder)  # no text is made true
     if data.get("emb_dim", head["emb_dim"]) != head["emb_dim"]:
         raise UsageError(
             f"config.json in {folder} has two values of emb_dim: {data['emb_dim']} at the top level, "
