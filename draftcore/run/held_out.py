@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,10 +37,8 @@ class HeldOut:
             raise UsageError("train.eval_every needs held-out rows: set data.eval")
         self.run, self.request, self.device = run, features.request, run.ranks.device(train.device)
         self.rows = run.data.samples("eval", date, train.eval_samples)
-        self.more = dict[str, Callable[[Draft], dict[str, float]]]()  # what an evaluation finds
-        if train.eval_prompts:
-            evaluation = run.evaluation()
-            self.more = {draft.label: evaluation.in_training(draft) for draft in run.drafts}
+        decoding = run.drafts if train.eval_prompts else ()
+        self.more = {draft.label: run.evaluation().in_training(draft) for draft in decoding}
 
     @functools.cached_property
     def samples(self) -> list[Sample]:

@@ -147,7 +147,14 @@ def make_project(
         "data": {"train": str(train), "eval": str(held_out), "max_length": 256},
         "algorithm": {"name": "eagle3", "options": OPTIONS["eagle3"]},
         "store": f"file:{folder / 'features'}",
-        "train": {"batch": 4, "lr": 0.003, "log_every": 1, "checkpoint_every": 2, "device": "cpu"},
+        "train": {
+            "batch": 4,
+            "lr": 0.003,
+            "log_every": 1,
+            "checkpoint_every": 2,
+            "eval_every": 0,
+            "device": "cpu",
+        },
         "eval": {"max_new_tokens": 16, "batch": 2},
     }
     for key, value in changes.items():
