@@ -22,13 +22,13 @@ class Progress(RichProgress):
         self, total: int, done: int = 0, verb: str = "training", *, every: int = 0,
         shown: bool = True, status_line: Callable[[], str] = str,
     ) -> None:  # fmt: skip
+        self.shown, self.total, self.status_line = shown, total, status_line
+        self.recent: list[Mapping[str, Mapping[str, float]]] = [{}]  # of drafts, by label
         console = Console(stderr=True)
         hidden = not (shown and console.is_terminal)
         super().__init__(console=console, disable=hidden, speed_estimate_period=600)
         self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)
         self.task = self.add_task(self.line.format(done), total=total, completed=done)
-        self.shown, self.total, self.status_line = shown, total, status_line
-        self.recent: list[Mapping[str, Mapping[str, float]]] = [{}]  # of drafts, by label
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """Yield the bar and, below it, what there is to say: beside it a terminal may be too narrow."""
