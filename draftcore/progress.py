@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
 
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
 
@@ -24,11 +24,12 @@ class Progress(RichProgress):
     ) -> None:  # fmt: skip
         self.shown, self.total, self.status_line = shown, total, status_line
         self.recent: list[Mapping[str, Mapping[str, float]]] = [{}]  # of drafts, by label
+        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         console = Console(stderr=True)
         hidden = not (shown and console.is_terminal)
-        super().__init__(console=console, disable=hidden, speed_estimate_period=600)
+        super().__init__(*columns, console=console, disable=hidden, speed_estimate_period=600)
         self.line, self.every = f"{verb} {{}}/{total}", every or max(1, total // 20)
-        self.task = self.add_task(self.line.format(done), total=total, completed=done)
+        self.task = self.add_task(verb, total=total, completed=done)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """Yield the bar and, below it, what there is to say: beside it a terminal may be too narrow."""
@@ -38,7 +39,7 @@ class Progress(RichProgress):
     def show(self, done: int, metrics: Mapping[str, Mapping[str, float]] | None = None) -> None:
         """Show how far the work is, and by a draft's label what its metrics say."""
         self.recent = [*self.recent, metrics or {}][-self.every :]
-        self.update(self.task, completed=done, description=self.line.format(done))
+        self.update(self.task, completed=done)
         if self.disable and (done % self.every == 0 or done == self.total):
             left = f"{TimeRemainingColumn().render(self.tasks[0])} left"
             parts = [self.line.format(done), *self.figures(), left, self.status_line()]

@@ -451,8 +451,7 @@ class Trainer:
         the gradient was not finite; the weights are as before.
         """
         self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
-        learned = self.metrics["loss"] or self.metrics["grad_norm"]
-        if self.step == 1 and not learned and 0 in sums[0]:  # which is a term of the loss
+        if self.step == 1 and self.metrics["loss"] == self.metrics["grad_norm"] == 0:
             with self.ranks.raise_on_all():
                 samples = self.previous_step.samples
                 asked = self.draft, self.request, samples, self.device
