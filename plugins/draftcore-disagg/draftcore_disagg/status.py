@@ -75,7 +75,8 @@ def trainer_place(run: Path) -> str:
     One that was killed on another machine is not known to be gone.
     """
     with suppress(OSError, ValueError):
-        _, pid, _, host = regular(run / LOCK).read_text().split()  # as whoever holds the lock says
+        words, *_ = regular(run / LOCK).read_text().split("\n")
+        _, pid, _, host = words.split()  # "process PID on HOST", by whoever holds the lock
         with suppress(PermissionError):  # it is another user's, and lives
             if host == socket.gethostname():
                 os.kill(int(pid), 0)
@@ -99,8 +100,8 @@ def standing(run: Path, checkpoints: Path, last: int, place: str) -> str:
         return f"stopped, step {step}{of}: {reason}"
     if total and step == total:
         return f"finished, step {step}{of}"
-    how, last = (ended, at) if last <= at and ended else ("killed", max(step, last))
-    return f"{how}, step {last}{of}; the same command goes on from step {step}"
+    how = ended if last <= at else "killed"  # by who left no word
+    return f"{how}, step {max(step, last)}{of}; the same command goes on from step {step}"
 
 
 def latest(file: Path) -> list[dict[str, Any]]:
