@@ -278,8 +278,7 @@ class Trainer:
             last.load_draft(self.built, self.ranks)
         self.sharded: Any = None  # also where a single rank is to shard it
         if self.config.shard:
-            whole = checkpoint.trained_tensors
-            evaluated = self.evaluate is not None
+            evaluated, whole = self.evaluate is not None, checkpoint.trained_tensors
             self.sharded = self.ranks.shard(self.hook, self.built, self.options, evaluated, whole)
         self.make_optimizer()
         saved = last.load_optimizer(self.optimizer, self.built.module, self.ranks) if last else {}
@@ -495,9 +494,8 @@ class Trainer:
         Of the batch that is still in memory single rows are found, of any other the batch.
         """
         self.step -= 1
-        step = self.previous_step
+        step, guilty = self.previous_step, list[str]()
         samples = () if self.sharded else step.samples
-        guilty = []
         for planned, output in step.outputs[:-1] if samples else step.outputs:
             if not all(bool(numerator.isfinite()) for numerator, *_ in output.terms):
                 guilty.append(f"one of the rows {list(planned.rows)}")

@@ -120,7 +120,7 @@ def test_a_run_without_a_terminal_prints_lines_as_it_goes(trained: Project) -> N
     again = (f"run={trained.folder}/again", "train.log_every=2", "train.eval_every=3")
     output = trained.cli("train", *again).output
     for step in (2, 4, 6):
-        assert f"training {step}/6  loss " in output
+        assert f"training {step}/6  mean loss " in output
     assert "training 3/6" not in output
     assert "tokens/s" in output
     assert "step 3: held-out mean loss " in output
