@@ -67,8 +67,7 @@ def test_a_run_beyond_what_is_asked_says_where_it_stands(verb: Verb, tmp_path: P
 def test_each_epoch_ends_with_an_evaluation_and_a_checkpoint_unless_asked_otherwise(
     verb: Verb, tmp_path: Path
 ) -> None:
-    often = "train.checkpoint_every=99", "train.eval_every=null"
-    said = verb("train", *often)
+    said = verb("train", "train.checkpoint_every=99", "train.eval_every=null")
     assert "trained in fp32 on cpu\n" in said
     assert "best: step-00000002, held-out loss 0\n" in said
     metrics = (tmp_path / "of/run/metrics.jsonl").read_text()
