@@ -24,8 +24,10 @@ from draftcore.files import EXPORT, read_sealed, regular, write_atomic
 from draftcore_eval import serving
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+DATASET = re.compile(rf"hf:({HUB_ID.pattern})(\?[\w.=&%+-]*)?")
 SEAL = "\n<!-- made by draftcore, and made anew while nobody edits it: {} -->\n"
 DRAFT, TARGET = "<draft>", "<target>"
+NOT_MEASURED = "no acceptance was measured: draftcore eval does, and writes it there"
 
 
 def write_card(
@@ -61,9 +63,6 @@ def write_card(
     return [*lines, f"to upload:\n  hf upload <you>/{title(draft, manifest)} {folder}"]
 
 
-NOT_MEASURED = "no acceptance was measured: draftcore eval does, and writes it there"
-
-
 # ---------------------------------------------------------------- what it is made of
 
 
@@ -73,7 +72,7 @@ def newest_report(folder: Path, weights: str) -> Mapping[str, Any] | None:
     for file in [*folder.glob("report.json"), *folder.glob("*/report.json")]:
         with suppress(ValueError, KeyError, TypeError, OSError):
             report = json.loads(regular(file).read_text(encoding="utf-8"))
-            if weights_of(report) == weights:
+            if weights_of(report) == weights and report["served"]:
                 found.append((report["about"]["date"], file, report))
     return max(found)[2] if found else None
 
@@ -126,8 +125,10 @@ def name_of(target: TargetSpec) -> str:
 
 
 def commands(draft: OpenDraft, drafts: int, folder: str) -> Mapping[str, str]:
-    """Return the command of each server that loads the draft."""
+    """Return the command of each server that loads the draft, beside a target that transformers reads."""
     target = draft.run.target
+    if not target.source:
+        return {}
     named = hub_id(target) or TARGET
     if target.revision:
         named += f" --revision {target.revision}"
@@ -142,7 +143,7 @@ def last_names(value: Any) -> Any:
         return {key: last_names(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [last_names(item) for item in value]
-    if not isinstance(value, str) or re.match(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?(\?|$)", value):
+    if not isinstance(value, str) or DATASET.fullmatch(value):
         return value
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
 
@@ -186,9 +187,9 @@ def sections(
     name = f"[{base}](https://huggingface.co/{base})" if base else f"`{name_of(target)}`"
     yield f"# {title(draft, manifest)}\n"
     yield (
-        f"A draft model for speculative decoding with {name}: it proposes tokens, which the target\n"
-        f"checks, so that what is written is the target's own, in fewer steps. Trained by\n"
-        f"draftcore, with the algorithm `{algorithm}`."
+        f"A draft model for speculative decoding with {name}. In each round it proposes a few tokens, and\n"
+        "the target checks them in one forward and keeps those that are its own choice: the same text, in\n"
+        f"fewer steps. Trained by draftcore, with the algorithm `{algorithm}`."
     )
     yield from serve_section(served, base, report, drafts)
     yield from acceptance_section(report)
@@ -196,7 +197,7 @@ def sections(
     plugins = {plugin["dist"]: plugin["version"] for plugin in manifest["plugins"]}
     packages = {**versions("draftcore", "torch", "transformers"), **plugins}
     yield "\n## Versions\n"
-    yield ", ".join(f"{name} {number}" for name, number in sorted(packages.items())) + "."
+    yield ", ".join(f"{name} {number}".strip() for name, number in sorted(packages.items())) + "."
     yield "\n## Licence\n"
     yield licence(own, target)
     yield "\n## Upload\n"
@@ -208,7 +209,7 @@ def front_matter(
 ) -> str:
     """Return the metadata that the Hub reads."""
     base, algorithm = hub_id(draft.run.target), manifest["algorithm"]["name"]
-    named = (re.match(r"hf:([\w./-]+)", n) for n in strings(manifest["settings"]["data"]["train"]))
+    sources = strings(manifest["settings"]["data"].get("train"))
     data = {
         "base_model": base,
         **{key: str(own[key]) for key in ("license", "license_name") if own.get(key)},
@@ -216,7 +217,7 @@ def front_matter(
         "library_name": "draftcore",
         "pipeline_tag": "text-generation",
         "tags": ["speculative-decoding", "draft-model", algorithm, *servers],
-        "datasets": [match[1] for match in named if match and match[0] == last_names(match[0])],
+        "datasets": [match[1] for match in map(DATASET.fullmatch, sources) if match],
     }
     filled = {key: value for key, value in data.items() if value}
     return f"---\n{yaml.safe_dump(filled, sort_keys=False)}---\n"
@@ -229,7 +230,7 @@ def serve_section(
     for server, command in served.items():
         yield f"With {server}:\n\n```bash\n{command}\n```\n"
     if not served:
-        yield "No server is known to load this kind of draft.\n"
+        yield "No server is known that loads this draft beside its target.\n"
         return
     where = "`<draft>` is this repository, or a folder with its files"
     yield where + ("." if base else "; `<target>` is the folder of the target.")
@@ -282,7 +283,7 @@ def acceptance_section(report: Mapping[str, Any] | None) -> Iterator[str]:
 
 def training_section(manifest: Mapping[str, Any]) -> Iterator[str]:
     data, settings = manifest["data"], manifest["settings"]
-    names = ", ".join(f"`{name}`" for name in strings(last_names(settings["data"]["train"])))
+    names = ", ".join(f"`{name}`" for name in strings(last_names(settings["data"].get("train"))))
     yield "\n## Training\n"
     yield f"- data: {names}: {data['samples']} rows, {data['tokens']} tokens, of which"
     yield f"  {data['loss_tokens']} are learned; digest `{data['fingerprint']}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from draftcore_eval.card import last_names
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.serving import Size, advice, commands, forecast, gain, table
 
@@ -70,3 +71,9 @@ def test_commands_are_those_of_servers_that_load_the_draft(
         said = {"sglang": f"    {chain}--speculative-num-draft-tokens 5", "vllm": '_tokens": 4}'}
         assert said[server] in command
         assert "org/target" in command
+
+
+def test_in_a_card_a_path_is_its_last_part_and_what_is_on_the_hub_keeps_its_name() -> None:
+    public = ["hf:org/rows?split=train", "hf:rows", "cosine"]
+    private = ["/home/me/a.jsonl", "../secret/b/", "hf:/home/me/c", "hf:x/y?data_dir=/home/me/d"]
+    assert last_names({"all": [*public, *private]}) == {"all": [*public, "a.jsonl", "b", "c", "d"]}
