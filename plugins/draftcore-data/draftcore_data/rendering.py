@@ -74,9 +74,9 @@ PROBE = "\ue0d7\ue0d8\ue0d9"
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
 SWITCH = re.compile("think|reason")  # is in the name of an option that turns reasoning on or off
-# What a template reads that is no option of it: it is given by what renders it.
-GIVEN = {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
-GIVEN |= {"continue_final_message"}
+# What a template reads that is no option of it: what renders it gives it, or takes it for itself.
+GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+GIVEN |= {"raise_exception", "strftime_now"}
 ROWS_PER_CALL = 256  # of the tokenizer
 LONG = 64  # messages of a conversation whose answers are found in parts of it
 QUESTIONS = 8  # of such a part
@@ -461,11 +461,11 @@ class Renderer:
         """
         question: list[Message] = [{"role": "user", "content": "Hello"}]
         try:
-            read, told = _options_read(self._template), self._options.keys()
-            if unread := sorted(told - read[0]):
-                raise UsageError(_unread_option(name, unread[0], *read))
+            read, assigned = _options_read(self._template)
+            if unread := sorted(self._options.keys() - read):
+                raise UsageError(_unread_option(name, unread[0], read, read - assigned))
             exchange, _ = self.render_text([*question, {"role": "assistant", "content": PROBE}])
-            prompt, (asked, marked) = self.render_prompt(question), self.render_text(question)
+            prompt, asked = self.render_prompt(question), self.render_text(question)[0]
             if exchange.count(PROBE) != 1:
                 shown = repr(exchange.replace(PROBE, "<content>")[:200])
                 raise RowError("it does not write an assistant's content as it stands, once", shown)
@@ -493,13 +493,13 @@ class Renderer:
             self.render_text(called)
         except RowError:  # it may refuse all tools, too
             self._text_arguments = True
-        self._learn_thinking(question, before, sorted(filter(SWITCH.search, read[0])))
-        if marked:
+        self._learn_thinking(question, before, sorted(filter(SWITCH.search, read)))
+        if self.render_text(question)[1]:
             self._notes[MARKED_QUESTION] = 1
+        # Where no token ends an answer, the next turn's first one may.
         answered = [*question, {"role": "assistant", "content": PROBE}, *question]
         with contextlib.suppress(RowError):
             _, _, after = self.render_text(answered)[0].partition(PROBE)
-            # Where no token ends an answer, the next turn's first one may.
             if not (self.end_of_turn or a_token.search(after.partition("Hello")[0])):
                 self._notes[NO_END] = 1
 
@@ -730,7 +730,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerFast, file: str | None) -> str:
 
 
 def _options_read(template: str) -> tuple[set[str], set[str]]:
-    """Return the names that a chat template reads, and those of them that it sets itself, too.
+    """Return the options that a chat template reads, and the names that it assigns to.
 
     Raises `RowError` for what is no template.
     """
@@ -742,16 +742,17 @@ def _options_read(template: str) -> tuple[set[str], set[str]]:
         tree = parser.parse(GENERATION_MARKER.sub("", template))
     except jinja2.TemplateSyntaxError as error:
         raise RowError("it is no template", str(error)) from error
-    names = tree.find_all(jinja2.nodes.Name)
-    return find_undeclared_variables(tree) - GIVEN, {n.name for n in names if n.ctx == "store"}
+    assigned = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
+    return find_undeclared_variables(tree) - GIVEN, assigned
 
 
-def _unread_option(name: str, option: str, read: set[str], stored: set[str]) -> str:
+def _unread_option(name: str, option: str, read: set[str], likely: set[str]) -> str:
     """Say that a template does not read an option, and which it does."""
-    options = ", ".join(sorted(n for n in read - stored if not n.endswith("_token"))) or "none"
+    options = sorted(other for other in likely if not other.endswith("_token"))
     return (
         f"data.template_options: the chat template of {name} does not read {option!r}"
-        f"{nearest(option, read)}\n  it reads {options}\n  correct the name, or leave it out"
+        f"{nearest(option, read)}\n  it reads {', '.join(options) or 'none'}\n"
+        "  correct the name, or leave it out"
     )
 
 
