@@ -126,6 +126,32 @@ def config(
         click.echo(as_yaml(resolved(config, overrides, registry)))
 
 
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--device", help="Plan for this device: h100, a100, ...; else the run's is measured.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.pass_obj
+def plan(
+    registry: Any, config: Path, overrides: tuple[str, ...], device: str | None, as_json: bool
+) -> None:
+    """Say what a run takes, before it starts: disk, memory, hours.
+
+    No weights are read. Rows are rendered as `train` would, which then finds them.
+    """
+    import json
+
+    from draftcore import open_run
+    from draftcore_tools.plan import plan_run
+
+    with open_run(config, overrides, registry) as run:
+        planned = plan_run(run, device=device)
+    if as_json:
+        click.echo(json.dumps(planned.to_json(), indent=1))
+    for name, value in () if as_json else planned.lines():
+        click.echo(f"{name:24}  {value}")
+
+
 @hookimpl
 def describe() -> Sequence[Offer]:
     return [Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")]
@@ -140,4 +166,4 @@ def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRowRun:
 
 @hookimpl
 def commands() -> Sequence[click.Command]:
-    return [verify, overfit, config]
+    return [verify, overfit, config, plan]
