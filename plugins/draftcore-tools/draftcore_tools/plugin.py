@@ -127,25 +127,49 @@ def config(
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", metavar="CONFIG|MODEL")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--device", help="Plan for this device: h100, a100, ...; else the run's is measured.")
+@click.option("--gpu", default="80GB", show_default=True, help="For MODEL: memory of each GPU.")
+@click.option("--gpus", type=click.IntRange(1, 64), default=1, show_default=True, help="And how many.")
+@click.option("--disk", default="0", help="For MODEL: what features may take there; else none.")
+@click.option("--data", help="For MODEL: conversations to train on; else some are assumed.")
+@click.option("--eval", "held_out", help="For MODEL: held-out conversations.")
+@click.option("--out", type=click.Path(path_type=Path), default="run.yaml", show_default=True)
+@click.option("--force", is_flag=True, help="Replace the file that lies there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.pass_obj
+@click.pass_context
 def plan(
-    registry: Any, config: Path, overrides: tuple[str, ...], device: str | None, as_json: bool
-) -> None:
+    ctx: click.Context, config: str, overrides: tuple[str, ...], device: str | None, gpu: str,
+    gpus: int, disk: str, data: str | None, held_out: str | None, out: Path, force: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Say what a run takes, before it starts: disk, memory, hours.
 
-    No weights are read. Rows are rendered as `train` would, which then finds them.
+    No weights are read. Rows are rendered as `train` would, which then finds them. Without a CONFIG, for
+    a MODEL that is a folder, a Hugging Face id or a known target's name, a run.yaml is written first whose
+    settings fit, each with its reason.
     """
     import json
 
     from draftcore import open_run
     from draftcore_tools.plan import plan_run
 
-    with open_run(config, overrides, registry) as run:
-        planned = plan_run(run, device=device)
+    if config.endswith((".yaml", ".yml")) or Path(config).is_file():
+        with open_run(config, overrides, ctx.obj) as run:
+            planned: Any = plan_run(run, device=device)
+    else:
+        from draftcore.files import write_atomic
+        from draftcore.uris import parse_size
+        from draftcore_tools.suggest import Machine, suggest
+
+        if out.exists() and not force:
+            raise UsageError(f"{out} is there\n  name another file with --out, or replace it: --force")
+        machine = Machine(gpus, parse_size(gpu), parse_size(disk), device or "h100")
+        asked = {"data": data, "held_out": held_out, "overrides": overrides}
+        planned = suggest(config, machine, ctx.obj, **asked)
+        write_atomic(out, planned.text(" ".join(["draftcore plan", *ctx.obj_args])))
+        click.echo(f"wrote {out}", err=as_json)
     if as_json:
         click.echo(json.dumps(planned.to_json(), indent=1))
     for name, value in () if as_json else planned.lines():

@@ -1,0 +1,359 @@
+"""A run for a model, whose settings fit the devices, each with its reason: `draftcore plan MODEL`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from draftcore import RunConfig, open_run, planned
+from draftcore.contracts.run import OpenRun
+from draftcore.errors import UsageError
+from draftcore.options import apply_overrides, validate_as
+from draftcore.uris import format_size
+from draftcore_tools.configuration import as_yaml
+from draftcore_tools.plan import RunPlan, plan_run
+from draftcore_tools.recipes import CHARACTERS, Recipe, config_and_tokenizer, recipe_of
+
+SAMPLED = 1000  # rows whose lengths say how long a row may be
+LONGEST = 8192  # tokens of a row that are looked at for that
+ROWS_OF_STEP = 8  # on each device that trains
+LEARNED_ROWS = 10**6  # over all epochs
+ASSUMED_ROWS, ASSUMED_TOKENS = 100_000, 1000  # where no data is named
+WRITTEN_ROWS = 64  # in their place
+DRAFT_VOCABULARY = 32_000
+PARTS = (2, 4, 8)  # devices that may share a target
+MOST_GPUS = 16  # that are tried, to say how many suffice
+# Rows of a batch, and blocks drawn in each: what to try, and at last on rows that are cut.
+SIZES = ((8, 512), (4, 512), (2, 512), (2, 256), (1, 256), (1, 128))
+CUTS = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may take: devices, the bytes of each, the bytes of disk; and whose speed counts."""
+
+    gpus: int
+    gpu_bytes: int
+    disk_bytes: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who captures: each rank, processes beside one rank, or servers; `parts` devices share a target."""
+
+    ranks: int
+    producers: int = 0
+    parts: int = 1
+    servers: bool = False
+
+    def needs(self, plan: RunPlan) -> int:
+        """Return the bytes that the fullest device needs."""
+        memory = plan.memory
+        drafts, part = max(memory["drafts"].values()), memory["target"] // self.parts
+        if self.servers:
+            return int(drafts)
+        if self.producers:
+            return int(max(part + memory["capture"], drafts))
+        return int(memory["together"] - memory["target"] + part)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A run's settings by dotted key with their reasons, and what it takes; `assumed` is not known."""
+
+    settings: Mapping[str, Any]
+    reasons: Mapping[str, str]
+    plan: RunPlan
+    recipe: Recipe | None
+    assumed: Sequence[str]
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield names and values for people."""
+        published = self.recipe.published if self.recipe else ()
+        yield "acceptance", "none was measured by us for this target"
+        yield from (("published", str(one)) for one in published)
+        yield from (("assumed", text) for text in self.assumed)
+        yield from self.plan.lines()
+
+    def text(self, command: str) -> str:
+        """Return the run as YAML, each setting with its reason."""
+        sections = list(RunConfig.model_fields)
+        keys = sorted(
+            self.settings, key=lambda key: (sections.index(key.split(".")[0]), key.count("."))
+        )
+        head = [command, *(f"{name}: {value}" for name, value in self.lines())]
+        rows = [(key, self.settings[key], self.reasons[key]) for key in keys]
+        return "\n".join([*(f"# {line}" for line in head), as_yaml(rows), ""])
+
+    def to_json(self) -> dict[str, Any]:
+        published = [asdict(one) for one in (self.recipe.published if self.recipe else ())]
+        known = {"published": published, "assumed": [*self.assumed], "plan": self.plan.to_json()}
+        return {"settings": {**self.settings}, "reasons": {**self.reasons}, **known}
+
+
+def suggest(
+    model: str, machine: Machine, registry: Any, *, data: str | None = None,
+    held_out: str | None = None, overrides: Sequence[str] = (),
+) -> Suggestion:  # fmt: skip
+    """Choose a run for a model that fits a machine; what `overrides` set is not chosen.
+
+    Raises UsageError, with the figures, where none fits.
+    """
+    recipe = recipe_of(model)
+    with (
+        config_and_tokenizer(model, recipe) as (path, tokenizer),
+        TemporaryDirectory() as scratch,
+    ):
+        chooser = Chooser(recipe.model if recipe else model, machine, registry, overrides)
+        chooser.path, chooser.tokenizer = path, tokenizer
+        chooser.scratch, chooser.data = Path(scratch), data
+        chooser.choose_target(recipe.source if recipe else "the model's own files", held_out)
+        chooser.choose_length()
+        chooser.choose_sizes()
+        chooser.choose_epochs_and_store()
+        with chooser.opened() as run:
+            plan = chooser.scaled(chooser.plan_of(run, rows=0))
+    assumed = []
+    if tokenizer is not None:  # one token like another
+        plan = replace(plan, vocabulary={})
+        assumed.append(f"{CHARACTERS} characters a token, as the tokenizer is not here")
+    if data is None:
+        assumed.append(
+            f"{ASSUMED_ROWS:,} rows of {ASSUMED_TOKENS:,} tokens; --data FILE takes your own"
+        )
+    plan = replace(plan, run=str(chooser.settings["run"]))
+    return Suggestion(chooser.settings, chooser.reasons, plan, recipe, assumed)
+
+
+class Chooser:
+    """Adds settings, one after the other, by what those so far would take."""
+
+    path: str  # where the target's config is read
+    tokenizer: Any  # what stands for the target's own, if that is not there
+    scratch: Path
+    data: str | None
+    request: Any  # what is captured
+
+    def __init__(
+        self, model: str, machine: Machine, registry: Any, overrides: Sequence[str]
+    ) -> None:
+        self.model, self.machine, self.registry = model, machine, registry
+        self.settings, self.reasons = dict[str, Any](), dict[str, str]()
+        asked: dict[str, Any] = {}
+        apply_overrides(asked, overrides)
+        self.asked = dict(leaves(asked))
+        for key, value in self.asked.items():
+            self.settings[key], self.reasons[key] = value, "as the command line says"
+
+    def set(self, key: str, value: Any, reason: str) -> None:
+        if key not in self.asked:
+            self.settings[key], self.reasons[key] = value, reason
+
+    @contextmanager
+    def opened(self, **changes: Any) -> Iterator[OpenRun]:
+        """Open the run as it is chosen so far, but for where files lie."""
+        changes = {name.replace("__", "."): value for name, value in changes.items()}
+        places = {"run": str(self.scratch / "run"), "target.path": self.path, "store": "auto"}
+        places["data.train"] = self.data or str(self.write_rows())
+        tree: dict[str, Any] = {}
+        apply_overrides(
+            tree, (f"{k}={json.dumps(v)}" for k, v in (self.settings | changes | places).items())
+        )
+        config = validate_as(RunConfig, tree, self.model)
+        with open_run(config, (), self.registry) as run:
+            if self.tokenizer is not None:
+                vars(run.target)["load_tokenizer"] = lambda: self.tokenizer
+            yield run
+
+    def write_rows(self) -> Path:
+        """Write rows of up to twice the assumed tokens; each of their words is one, or about."""
+        file = self.scratch / "rows.jsonl"
+        if not file.exists():
+            halves = [ASSUMED_TOKENS * i // WRITTEN_ROWS for i in range(1, WRITTEN_ROWS + 1)]
+            turns = [
+                [{"role": role, "content": " the" * half} for role in ("user", "assistant")]
+                for half in halves
+            ]
+            file.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+        return file
+
+    def plan_of(self, run: OpenRun, rows: int = SAMPLED) -> RunPlan:
+        machine = self.machine
+        return plan_run(run, device=machine.device, device_bytes=machine.gpu_bytes, rows=rows)
+
+    # ---------------------------------------------------------------- what is chosen
+
+    def choose_target(self, source: str, held_out: str | None) -> None:
+        """Set what follows from the target: its type, the algorithm, its layers and vocabulary."""
+        algorithm = self.asked.get("algorithm.name", "eagle3")
+        self.set("run", f"runs/{Path(self.model).name.lower()}-{algorithm}", "what training writes")
+        self.set("target.path", self.model, f"config: {source}")
+        self.set("data.train", self.data or "conversations.jsonl", "answers of the target's own")
+        if held_out:
+            self.set("data.eval", held_out, "held out: says when to stop, and which step is best")
+        why = "of ours it accepts most after the same rows, and sglang and vLLM serve it"
+        self.set("algorithm.name", algorithm, why)
+        with self.opened() as run:
+            target, options = run.target, type(run.drafts[0].options).model_fields
+            text = target.text_config
+            if str(target.dtype) == "torch.float32":
+                why = "its config names no type, or one that a GPU computes slowly in"
+                self.set("target.dtype", "bfloat16", why)
+        heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
+        try:
+            with self.opened() as run:
+                self.request, *_ = planned(run, 1)
+        except UsageError:  # of servers that want a whole number of the draft's heads in its width
+            if "num_attention_heads" not in options or hidden % heads == 0:
+                raise
+            why = f"servers want a divisor of the width, {hidden:,}; the target has {heads}"
+            width = int(getattr(text, "head_dim", 0) or hidden // heads)
+            self.set("algorithm.options.num_attention_heads", hidden // width, why)
+            with self.opened() as run:
+                self.request, *_ = planned(run, 1)
+        self.token_bytes = self.request.token_bytes(hidden)
+        if "layers" in options:
+            why = (
+                f"early to late: {len(self.request.names)} states of {format_size(self.token_bytes)}"
+                " in all are captured of each token"
+            )
+            self.set("algorithm.options.layers", [*self.request.layers], why)
+        if "draft_vocab_size" in options and target.vocab_size > 2 * DRAFT_VOCABULARY:
+            why = f"the most frequent of {target.vocab_size:,}: less memory, and faster drafting"
+            self.set("algorithm.options.draft_vocab_size", DRAFT_VOCABULARY, why)
+        self.blocks, self.positions = "num_anchors" in options, int(text.max_position_embeddings)
+        self.key_heads = int(getattr(text, "num_key_value_heads", 0) or 0)
+        self.shareable = bool(getattr(text, "base_model_tp_plan", None))
+        self.set("train.precision", "bf16", "half the time and memory; weights are kept in fp32")
+
+    def choose_length(self) -> None:
+        """Set how long a row may be: as 95 of 100 of the data are."""
+        longest, why = 2048, "usual; rows that are longer are left out"
+        if self.data is not None:
+            with self.opened(data__max_length=min(LONGEST, self.positions)) as run:
+                _, samples, _ = planned(run, SAMPLED)
+            longest = int(np.quantile(samples.lengths, 0.95, method="inverted_cdf"))
+            why = f"95 of 100 rows have {longest:,} tokens at most; longer ones are left out"
+            longest = min(4096, max(512, math.ceil(longest / 256) * 256))
+        self.set("data.max_length", min(longest, self.positions), why)
+
+    def choose_sizes(self) -> None:
+        """Set batch, blocks and topology to the largest that fit. Raises UsageError where none do."""
+        fitting = self.fitting(self.machine.gpus)
+        if fitting is None:
+            raise self.too_large()
+        placement, (batch, blocks, cut), need = fitting
+        fits = f"{format_size(need)} of {format_size(self.machine.gpu_bytes)} on the fullest device"
+        if cut > 1:
+            length = self.settings["data.max_length"] // cut
+            self.set("data.max_length", length, f"longer rows do not fit: {fits}")
+        self.set("train.batch", batch, fits)
+        if self.blocks:
+            why = "blocks drawn of each row; as many as fit, 512 as published"
+            self.set("algorithm.options.num_anchors", blocks, why)
+        if batch < ROWS_OF_STEP:
+            why = f"{ROWS_OF_STEP} rows a step on each device that trains"
+            self.set("train.accumulate", placement.ranks * ROWS_OF_STEP // batch, why)
+        if placement.parts > 1:
+            why = "devices share the target, which one does not hold"
+            self.set("target.tensor_parallel", placement.parts, why)
+        if placement.ranks > 1:
+            self.set("topology.ranks", placement.ranks, "each GPU captures and trains its share")
+        if placement.producers:
+            why = "capture for the GPU that trains, which holds no target"
+            self.set("topology.producers", placement.producers, why)
+
+    def choose_epochs_and_store(self) -> None:
+        """Set how often the data is read, and whether features are kept between."""
+        with self.opened() as run:
+            plan = self.scaled(self.plan_of(run))
+        epochs = min(10, max(2, math.ceil(LEARNED_ROWS / plan.rows)))
+        why = f"a million rows in all, of 2 to 10 epochs; others read theirs 2 to 10 times, too"
+        self.set("train.epochs", epochs, why)
+        size, disk = plan.tokens * self.token_bytes, self.machine.disk_bytes
+        if size <= 0.9 * disk and "capture.name" not in self.asked:
+            why = f"captured once: {format_size(size)} of the {format_size(disk)} of disk"
+            self.set("store", f"file:{self.settings['run']}/features", why)
+        else:
+            why = f"captured anew each epoch: kept, features take {format_size(size)} of disk"
+            self.set("store", "auto", why)
+
+    # ---------------------------------------------------------------- what fits
+
+    def fitting(self, gpus: int) -> tuple[Placement, tuple[int, int, int], int] | None:
+        """Return how a run fits on so many devices, its sizes, and what it needs; the best first."""
+        room = self.machine.gpu_bytes
+        for cut in CUTS:
+            for placement in self.placements(gpus):
+                if placement.needs(self.plan_sized(*SIZES[-1], cut)) > room:
+                    continue
+                for size in SIZES:
+                    need = placement.needs(self.plan_sized(*size, cut))
+                    if need <= room:
+                        return placement, (*size, cut), need
+        return None
+
+    @functools.cache  # noqa: B019  of one chooser, which ends with the command
+    def plan_sized(self, batch: int, blocks: int, cut: int) -> RunPlan:
+        changes: dict[str, Any] = {"train__batch": batch}
+        changes["data__max_length"] = self.settings["data.max_length"] // cut
+        if self.blocks:
+            changes["algorithm__options__num_anchors"] = blocks
+        with self.opened(**changes) as run:
+            return self.plan_of(run)
+
+    def placements(self, gpus: int) -> Iterator[Placement]:
+        """Yield who may capture on so many devices, what is quickest first."""
+        if self.asked.get("capture.name") == "sglang-server":
+            yield Placement(ranks=gpus, servers=True)
+            return
+        yield Placement(ranks=gpus)
+        if gpus > 1:
+            yield Placement(ranks=1, producers=gpus - 1)
+        for parts in PARTS:
+            if self.shareable and parts <= gpus and self.key_heads % parts == 0:
+                yield Placement(ranks=1, producers=(gpus - 1) // parts, parts=parts)
+
+    def too_large(self) -> UsageError:
+        """Say what a run would need that fits in no way, and how many devices hold it."""
+        smallest, machine = self.plan_sized(*SIZES[-1], CUTS[-1]), self.machine
+        figures = {"the target": smallest.memory["target"], "capture": smallest.memory["capture"]}
+        figures["the draft's step"] = max(smallest.memory["drafts"].values())
+        told = ", ".join(f"{name} {format_size(size)}" for name, size in figures.items())
+        enough = (n for n in range(machine.gpus + 1, MOST_GPUS + 1) if self.fitting(n))
+        more = next((f"--gpus {n} suffice; or " for n in enough), "")
+        return UsageError(
+            f"no run for {self.model} fits {machine.gpus} x {format_size(machine.gpu_bytes)}: "
+            f"a row of {smallest.lengths['max']} tokens takes {told}\n"
+            f"  {more}take a larger --gpu, a quantised target, or let servers with GPUs of their own "
+            "capture: capture.name=sglang-server"
+        )
+
+    def scaled(self, plan: RunPlan) -> RunPlan:
+        """Return a plan for the assumed rows in the place of those that were written."""
+        if self.data is not None:
+            return plan
+        times = ASSUMED_ROWS / plan.rows
+        hours = {name: None if h is None else h * times for name, h in plan.hours.items()}
+        counts = {name: round(getattr(plan, name) * times) for name in ("tokens", "steps")}
+        size = round(plan.store_bytes * times)
+        return replace(plan, rows=ASSUMED_ROWS, hours=hours, store_bytes=size, **counts)
+
+
+def leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of a tree with their values."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{before}{name}.")
+        else:
+            yield before + name, value
