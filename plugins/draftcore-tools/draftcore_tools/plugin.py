@@ -131,7 +131,9 @@ def config(
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--device", help="Plan for this device: h100, a100, ...; else the run's is measured.")
 @click.option("--gpu", default="80GB", show_default=True, help="For MODEL: memory of each GPU.")
-@click.option("--gpus", type=click.IntRange(1, 64), default=1, show_default=True, help="And how many.")
+@click.option(
+    "--gpus", type=click.IntRange(1, 64), default=1, show_default=True, help="And how many."
+)
 @click.option("--disk", default="0", help="For MODEL: what features may take there; else none.")
 @click.option("--data", help="For MODEL: conversations to train on; else some are assumed.")
 @click.option("--eval", "held_out", help="For MODEL: held-out conversations.")
@@ -164,7 +166,9 @@ def plan(
         from draftcore_tools.suggest import Machine, suggest
 
         if out.exists() and not force:
-            raise UsageError(f"{out} is there\n  name another file with --out, or replace it: --force")
+            raise UsageError(
+                f"{out} is there\n  name another file with --out, or replace it: --force"
+            )
         machine = Machine(gpus, parse_size(gpu), parse_size(disk), device or "h100")
         asked = {"data": data, "held_out": held_out, "overrides": overrides}
         planned = suggest(config, machine, ctx.obj, **asked)

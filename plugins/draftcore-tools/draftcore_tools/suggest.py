@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from draftcore import RunConfig, open_run, planned
+from draftcore import RunConfig, open_run
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenRun
 from draftcore.errors import UsageError
 from draftcore.options import apply_overrides, validate_as
@@ -32,9 +33,8 @@ WRITTEN_ROWS = 64  # in their place
 DRAFT_VOCABULARY = 32_000
 PARTS = (2, 4, 8)  # devices that may share a target
 MOST_GPUS = 16  # that are tried, to say how many suffice
-# Rows of a batch, and blocks drawn in each: what to try, and at last on rows that are cut.
-SIZES = ((8, 512), (4, 512), (2, 512), (2, 256), (1, 256), (1, 128))
-CUTS = (1, 2, 4)
+CUTS = (1, 2, 4)  # of the longest row, in turn, where nothing else makes a run fit
+SERVERS = "sglang-server"  # a capture by servers, which have devices of their own
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,6 @@ class Machine:
     gpu_bytes: int
     disk_bytes: int
     device: str
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Who captures: each rank, processes beside one rank, or servers; `parts` devices share a target."""
-
-    ranks: int
-    producers: int = 0
-    parts: int = 1
-    servers: bool = False
-
-    def needs(self, plan: RunPlan) -> int:
-        """Return the bytes that the fullest device needs."""
-        memory = plan.memory
-        drafts, part = max(memory["drafts"].values()), memory["target"] // self.parts
-        if self.servers:
-            return int(drafts)
-        if self.producers:
-            return int(max(part + memory["capture"], drafts))
-        return int(memory["together"] - memory["target"] + part)
 
 
 @dataclass(frozen=True)
@@ -116,7 +96,7 @@ def suggest(
     ):
         chooser = Chooser(recipe.model if recipe else model, machine, registry, overrides)
         chooser.path, chooser.tokenizer = path, tokenizer
-        chooser.scratch, chooser.data = Path(scratch), data
+        chooser.scratch, chooser.data = Path(scratch), chooser.asked.get("data.train", data)
         chooser.choose_target(recipe.source if recipe else "the model's own files", held_out)
         chooser.choose_length()
         chooser.choose_sizes()
@@ -127,7 +107,7 @@ def suggest(
     if tokenizer is not None:  # one token like another
         plan = replace(plan, vocabulary={})
         assumed.append(f"{CHARACTERS} characters a token, as the tokenizer is not here")
-    if data is None:
+    if chooser.data is None:
         assumed.append(
             f"{ASSUMED_ROWS:,} rows of {ASSUMED_TOKENS:,} tokens; --data FILE takes your own"
         )
@@ -141,8 +121,7 @@ class Chooser:
     path: str  # where the target's config is read
     tokenizer: Any  # what stands for the target's own, if that is not there
     scratch: Path
-    data: str | None
-    request: Any  # what is captured
+    data: Any
 
     def __init__(
         self, model: str, machine: Machine, registry: Any, overrides: Sequence[str]
@@ -152,6 +131,8 @@ class Chooser:
         asked: dict[str, Any] = {}
         apply_overrides(asked, overrides)
         self.asked = dict(leaves(asked))
+        self.plans = dict[str, RunPlan]()
+        self.servers = self.asked.get("capture.name") == SERVERS
         for key, value in self.asked.items():
             self.settings[key], self.reasons[key] = value, "as the command line says"
 
@@ -160,20 +141,27 @@ class Chooser:
             self.settings[key], self.reasons[key] = value, reason
 
     @contextmanager
-    def opened(self, **changes: Any) -> Iterator[OpenRun]:
-        """Open the run as it is chosen so far, but for where files lie."""
-        changes = {name.replace("__", "."): value for name, value in changes.items()}
-        places = {"run": str(self.scratch / "run"), "target.path": self.path, "store": "auto"}
+    def opened(self, changes: Mapping[str, Any] = MappingProxyType({})) -> Iterator[OpenRun]:
+        """Open the run as it is chosen so far, with changes, but for where files lie."""
+        places: dict[str, Any] = {"run": str(self.scratch / "run"), "target.path": self.path}
         places["data.train"] = self.data or str(self.write_rows())
+        if self.servers:  # as if they were processes of the run: no device here holds the target
+            places["topology.producers"] = 1
         tree: dict[str, Any] = {}
-        apply_overrides(
-            tree, (f"{k}={json.dumps(v)}" for k, v in (self.settings | changes | places).items())
-        )
+        chosen = {**self.settings, **changes, **self.asked, **places}
+        apply_overrides(tree, (f"{key}={json.dumps(value)}" for key, value in chosen.items()))
         config = validate_as(RunConfig, tree, self.model)
         with open_run(config, (), self.registry) as run:
             if self.tokenizer is not None:
                 vars(run.target)["load_tokenizer"] = lambda: self.tokenizer
             yield run
+
+    def requested(self) -> FeatureRequest:
+        with self.opened() as run:
+            draft = run.drafts[0]
+            hook, asked = draft.algorithm.hook, {"target": run.target, "options": draft.options}
+            request: FeatureRequest = hook.feature_request(**asked)
+        return request
 
     def write_rows(self) -> Path:
         """Write rows of up to twice the assumed tokens; each of their words is one, or about."""
@@ -211,16 +199,14 @@ class Chooser:
                 self.set("target.dtype", "bfloat16", why)
         heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
         try:
-            with self.opened() as run:
-                self.request, *_ = planned(run, 1)
+            self.request = self.requested()
         except UsageError:  # of servers that want a whole number of the draft's heads in its width
             if "num_attention_heads" not in options or hidden % heads == 0:
                 raise
             why = f"servers want a divisor of the width, {hidden:,}; the target has {heads}"
             width = int(getattr(text, "head_dim", 0) or hidden // heads)
             self.set("algorithm.options.num_attention_heads", hidden // width, why)
-            with self.opened() as run:
-                self.request, *_ = planned(run, 1)
+            self.request = self.requested()
         self.token_bytes = self.request.token_bytes(hidden)
         if "layers" in options:
             why = (
@@ -231,7 +217,7 @@ class Chooser:
         if "draft_vocab_size" in options and target.vocab_size > 2 * DRAFT_VOCABULARY:
             why = f"the most frequent of {target.vocab_size:,}: less memory, and faster drafting"
             self.set("algorithm.options.draft_vocab_size", DRAFT_VOCABULARY, why)
-        self.blocks, self.positions = "num_anchors" in options, int(text.max_position_embeddings)
+        self.positions = int(text.max_position_embeddings)
         self.key_heads = int(getattr(text, "num_key_value_heads", 0) or 0)
         self.shareable = bool(getattr(text, "base_model_tp_plan", None))
         self.set("train.precision", "bf16", "half the time and memory; weights are kept in fp32")
@@ -240,9 +226,9 @@ class Chooser:
         """Set how long a row may be: as 95 of 100 of the data are."""
         longest, why = 2048, "usual; rows that are longer are left out"
         if self.data is not None:
-            with self.opened(data__max_length=min(LONGEST, self.positions)) as run:
-                _, samples, _ = planned(run, SAMPLED)
-            longest = int(np.quantile(samples.lengths, 0.95, method="inverted_cdf"))
+            with self.opened({"data.max_length": min(LONGEST, self.positions)}) as run:
+                lengths = run.data.samples("train", limit=SAMPLED).lengths
+            longest = int(np.quantile(lengths, 0.95, method="inverted_cdf"))
             why = f"95 of 100 rows have {longest:,} tokens at most; longer ones are left out"
             longest = min(4096, max(512, math.ceil(longest / 256) * 256))
         self.set("data.max_length", min(longest, self.positions), why)
@@ -252,36 +238,28 @@ class Chooser:
         fitting = self.fitting(self.machine.gpus)
         if fitting is None:
             raise self.too_large()
-        placement, (batch, blocks, cut), need = fitting
-        fits = f"{format_size(need)} of {format_size(self.machine.gpu_bytes)} on the fullest device"
-        if cut > 1:
-            length = self.settings["data.max_length"] // cut
-            self.set("data.max_length", length, f"longer rows do not fit: {fits}")
-        self.set("train.batch", batch, fits)
-        if self.blocks:
-            why = "blocks drawn of each row; as many as fit, 512 as published"
-            self.set("algorithm.options.num_anchors", blocks, why)
-        if batch < ROWS_OF_STEP:
-            why = f"{ROWS_OF_STEP} rows a step on each device that trains"
-            self.set("train.accumulate", placement.ranks * ROWS_OF_STEP // batch, why)
-        if placement.parts > 1:
-            why = "devices share the target, which one does not hold"
-            self.set("target.tensor_parallel", placement.parts, why)
-        if placement.ranks > 1:
-            self.set("topology.ranks", placement.ranks, "each GPU captures and trains its share")
-        if placement.producers:
-            why = "capture for the GPU that trains, which holds no target"
-            self.set("topology.producers", placement.producers, why)
+        changes, plan = fitting
+        room = format_size(self.machine.gpu_bytes)
+        whys = {
+            "data.max_length": "longer rows do not fit",
+            "train.batch": f"{format_size(self.fullest(plan))} of {room} on the fullest device",
+            "train.accumulate": f"{ROWS_OF_STEP} rows a step on each device that trains",
+            "target.tensor_parallel": "devices share the target, which one does not hold",
+            "topology.ranks": "each GPU captures, and trains on, its share",
+            "topology.producers": "capture for the GPU that trains, which then holds no target",
+        }
+        for key, value in changes.items():
+            self.set(key, value, whys.get(key, "as many as fit"))
 
     def choose_epochs_and_store(self) -> None:
         """Set how often the data is read, and whether features are kept between."""
         with self.opened() as run:
             plan = self.scaled(self.plan_of(run))
         epochs = min(10, max(2, math.ceil(LEARNED_ROWS / plan.rows)))
-        why = f"a million rows in all, of 2 to 10 epochs; others read theirs 2 to 10 times, too"
+        why = "a million rows in all, of 2 to 10 epochs; others read theirs 2 to 10 times, too"
         self.set("train.epochs", epochs, why)
         size, disk = plan.tokens * self.token_bytes, self.machine.disk_bytes
-        if size <= 0.9 * disk and "capture.name" not in self.asked:
+        if size <= 0.9 * disk:
             why = f"captured once: {format_size(size)} of the {format_size(disk)} of disk"
             self.set("store", f"file:{self.settings['run']}/features", why)
         else:
@@ -290,53 +268,77 @@ class Chooser:
 
     # ---------------------------------------------------------------- what fits
 
-    def fitting(self, gpus: int) -> tuple[Placement, tuple[int, int, int], int] | None:
-        """Return how a run fits on so many devices, its sizes, and what it needs; the best first."""
-        room = self.machine.gpu_bytes
+    def fitting(self, gpus: int) -> tuple[dict[str, Any], RunPlan] | None:
+        """Return how a run fits on so many devices, by which settings, and its plan; the best first."""
         for cut in CUTS:
             for placement in self.placements(gpus):
-                if placement.needs(self.plan_sized(*SIZES[-1], cut)) > room:
-                    continue
-                for size in SIZES:
-                    need = placement.needs(self.plan_sized(*size, cut))
-                    if need <= room:
-                        return placement, (*size, cut), need
+                changes: dict[str, Any] = {"train.batch": ROWS_OF_STEP, **placement}
+                if cut > 1:
+                    changes["data.max_length"] = self.settings["data.max_length"] // cut
+                plan: RunPlan | None = self.plan_with(changes)
+                while plan and self.fullest(plan) > self.machine.gpu_bytes:
+                    plan = self.lowered(plan, changes)
+                if plan:
+                    return changes, plan
         return None
 
-    @functools.cache  # noqa: B019  of one chooser, which ends with the command
-    def plan_sized(self, batch: int, blocks: int, cut: int) -> RunPlan:
-        changes: dict[str, Any] = {"train__batch": batch}
-        changes["data__max_length"] = self.settings["data.max_length"] // cut
-        if self.blocks:
-            changes["algorithm__options__num_anchors"] = blocks
-        with self.opened(**changes) as run:
-            return self.plan_of(run)
+    def lowered(self, plan: RunPlan, changes: dict[str, Any]) -> RunPlan | None:
+        """Change what the plan says to lower; return the plan of that, None where nothing helps."""
+        before = dict(changes)
+        for setting, need in plan.lower:
+            key, _, value = setting.partition("=")
+            if key.startswith("topology."):
+                break
+            changes[key] = json.loads(value)
+            if need <= self.machine.gpu_bytes:
+                break
+        if (
+            batch := plan.batch if "train.batch" in self.asked else changes["train.batch"]
+        ) < ROWS_OF_STEP:
+            changes["train.accumulate"] = changes.get("topology.ranks", 1) * ROWS_OF_STEP // batch
+        return None if changes == before else self.plan_with(changes)
 
-    def placements(self, gpus: int) -> Iterator[Placement]:
-        """Yield who may capture on so many devices, what is quickest first."""
-        if self.asked.get("capture.name") == "sglang-server":
-            yield Placement(ranks=gpus, servers=True)
+    def plan_with(self, changes: Mapping[str, Any]) -> RunPlan:
+        key = json.dumps(changes)
+        if key not in self.plans:
+            with self.opened(changes) as run:
+                self.plans[key] = self.plan_of(run)
+        return self.plans[key]
+
+    def fullest(self, plan: RunPlan) -> int:
+        """Return the bytes that the fullest device needs: one that trains, or one that only captures."""
+        memory = plan.memory
+        return max(memory["together"], 0 if self.servers else memory["target"] + memory["capture"])
+
+    def placements(self, gpus: int) -> Iterator[dict[str, int]]:
+        """Yield who captures on so many devices, what is quickest first.
+
+        That is each rank, processes beside one rank, or such that share the target.
+        """
+        yield {"topology.ranks": gpus} if gpus > 1 else {}
+        if self.servers:
             return
-        yield Placement(ranks=gpus)
         if gpus > 1:
-            yield Placement(ranks=1, producers=gpus - 1)
+            yield {"topology.producers": gpus - 1}
         for parts in PARTS:
             if self.shareable and parts <= gpus and self.key_heads % parts == 0:
-                yield Placement(ranks=1, producers=(gpus - 1) // parts, parts=parts)
+                beside = {"topology.producers": (gpus - 1) // parts} if gpus > parts else {}
+                yield {"target.tensor_parallel": parts, **beside}
 
     def too_large(self) -> UsageError:
         """Say what a run would need that fits in no way, and how many devices hold it."""
-        smallest, machine = self.plan_sized(*SIZES[-1], CUTS[-1]), self.machine
-        figures = {"the target": smallest.memory["target"], "capture": smallest.memory["capture"]}
-        figures["the draft's step"] = max(smallest.memory["drafts"].values())
+        longest, machine = self.settings["data.max_length"] // CUTS[-1], self.machine
+        memory = self.plan_with({"train.batch": 1, "data.max_length": longest}).memory
+        figures = {"the target": memory["target"], "its activations": memory["capture"]}
+        figures["the draft's step"] = max(draft["peak"] for draft in memory["drafts"].values())
         told = ", ".join(f"{name} {format_size(size)}" for name, size in figures.items())
         enough = (n for n in range(machine.gpus + 1, MOST_GPUS + 1) if self.fitting(n))
-        more = next((f"--gpus {n} suffice; or " for n in enough), "")
+        more = next((f"--gpus {n} suffices; or " for n in enough), "")
         return UsageError(
             f"no run for {self.model} fits {machine.gpus} x {format_size(machine.gpu_bytes)}: "
-            f"a row of {smallest.lengths['max']} tokens takes {told}\n"
+            f"a row of {longest:,} tokens takes {told}\n"
             f"  {more}take a larger --gpu, a quantised target, or let servers with GPUs of their own "
-            "capture: capture.name=sglang-server"
+            f"capture: capture.name={SERVERS}"
         )
 
     def scaled(self, plan: RunPlan) -> RunPlan:
