@@ -129,23 +129,29 @@ def config(
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--device", help="Plan for this device: h100, a100, ...; else the run's is measured.")
+@click.option("--device", help="A device as h100, of a table; the run's is measured if not given.")
+@click.option("--rows", type=click.IntRange(1), help="Render these first rows, and infer the rest.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
 def plan(
-    registry: Any, config: Path, overrides: tuple[str, ...], device: str | None, as_json: bool
-) -> None:
+    registry: Any, config: Path, overrides: tuple[str, ...], device: str | None, rows: int | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Say what a run takes, before it starts: disk, memory, hours.
 
-    No weights are read. Rows are rendered as `train` would, which then finds them.
+    No weights are read. Rows are rendered, as `train` then finds them, but for --rows: those are
+    rendered aside. Where the device's memory does not suffice, it says what to lower.
     """
     import json
+    import tempfile
 
     from draftcore import open_run
     from draftcore_tools.plan import plan_run
 
-    with open_run(config, overrides, registry) as run:
-        planned = plan_run(run, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        aside = (f"run={folder}/run",) if rows else ()
+        with open_run(config, (*overrides, *aside), registry) as run:
+            planned = plan_run(run, device=device, rows=rows or 0)
     if as_json:
         click.echo(json.dumps(planned.to_json(), indent=1))
     for name, value in () if as_json else planned.lines():
