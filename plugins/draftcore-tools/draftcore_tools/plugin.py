@@ -129,51 +129,55 @@ def config(
 @click.command()
 @click.argument("config", metavar="CONFIG|MODEL")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--device", help="Plan for this device: h100, a100, ...; else the run's is measured.")
-@click.option("--gpu", default="80GB", show_default=True, help="For MODEL: memory of each GPU.")
-@click.option(
-    "--gpus", type=click.IntRange(1, 64), default=1, show_default=True, help="And how many."
-)
-@click.option("--disk", default="0", help="For MODEL: what features may take there; else none.")
-@click.option("--data", help="For MODEL: conversations to train on; else some are assumed.")
+@click.option("--device", help="A device as h100, of a table; the run's is measured if not given.")
+@click.option("--rows", type=click.IntRange(1), help="Render these first rows, and infer the rest.")
+@click.option("--gpu", help="For MODEL: the memory of a GPU.  [default: 80GB]")
+@click.option("--gpus", type=click.IntRange(1, 64), help="For MODEL: how many.  [default: 1]")
+@click.option("--disk", help="For MODEL: what may be kept there; nothing if not given.")
+@click.option("--data", help="For MODEL: conversations; some are assumed if not given.")
 @click.option("--eval", "held_out", help="For MODEL: held-out conversations.")
-@click.option("--out", type=click.Path(path_type=Path), default="run.yaml", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="For MODEL.  [default: run.yaml]")
 @click.option("--force", is_flag=True, help="Replace the file that lies there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-@click.pass_context
+@click.pass_obj
 def plan(
-    ctx: click.Context, config: str, overrides: tuple[str, ...], device: str | None, gpu: str,
-    gpus: int, disk: str, data: str | None, held_out: str | None, out: Path, force: bool,
-    as_json: bool,
+    registry: Any, config: str, overrides: tuple[str, ...], device: str | None, rows: int | None,
+    out: Path | None, force: bool, as_json: bool, **for_model: Any,
 ) -> None:  # fmt: skip
     """Say what a run takes, before it starts: disk, memory, hours.
 
-    No weights are read. Rows are rendered as `train` would, which then finds them. Without a CONFIG, for
-    a MODEL that is a folder, a Hugging Face id or a known target's name, a run.yaml is written first whose
-    settings fit, each with its reason.
+    No weights are read. Rows are rendered, as `train` then finds them, but for --rows: those are
+    rendered aside. Where the device's memory does not suffice, it says what to lower.
+
+    For a MODEL, which is a folder, a Hugging Face id or the name of a known target, a CONFIG is written
+    first, whose settings fit, each with its reason.
     """
     import json
+    import tempfile
 
     from draftcore import open_run
     from draftcore_tools.plan import plan_run
 
+    planned: Any
     if config.endswith((".yaml", ".yml")) or Path(config).is_file():
-        with open_run(config, overrides, ctx.obj) as run:
-            planned: Any = plan_run(run, device=device)
-    else:
-        from draftcore.files import write_atomic
-        from draftcore.uris import parse_size
-        from draftcore_tools.suggest import Machine, suggest
-
-        if out.exists() and not force:
+        if asked := [name for name, value in {**for_model, "out": out}.items() if value is not None]:
             raise UsageError(
-                f"{out} is there\n  name another file with --out, or replace it: --force"
+                f"{', '.join(asked)} choose settings of a new run, and {config} has its own\n"
+                "  leave them out, or name a model in its place"
             )
-        machine = Machine(gpus, parse_size(gpu), parse_size(disk), device or "h100")
-        asked = {"data": data, "held_out": held_out, "overrides": overrides}
-        planned = suggest(config, machine, ctx.obj, **asked)
-        write_atomic(out, planned.text(" ".join(["draftcore plan", *ctx.obj_args])))
-        click.echo(f"wrote {out}", err=as_json)
+        with tempfile.TemporaryDirectory() as folder:
+            aside = (f"run={folder}/run",) if rows else ()
+            with open_run(Path(config), (*overrides, *aside), registry) as run:
+                planned = plan_run(run, device=device, rows=rows or 0)
+    else:
+        if (file := out or Path("run.yaml")).exists() and not force:
+            raise UsageError(f"{file} is there\n  write another, --out FILE, or replace it: --force")
+        from draftcore.files import write_atomic
+        from draftcore_tools.suggest import suggest
+
+        planned = suggest(config, overrides, registry, device=device or "h100", **for_model)
+        write_atomic(file, planned.text())
+        click.echo(f"wrote {file}", err=as_json)
     if as_json:
         click.echo(json.dumps(planned.to_json(), indent=1))
     for name, value in () if as_json else planned.lines():
