@@ -160,7 +160,9 @@ def plan(
 
     planned: Any
     if config.endswith((".yaml", ".yml")) or Path(config).is_file():
-        if asked := [name for name, value in {**for_model, "out": out}.items() if value is not None]:
+        if asked := [
+            name for name, value in {**for_model, "out": out}.items() if value is not None
+        ]:
             raise UsageError(
                 f"{', '.join(asked)} choose settings of a new run, and {config} has its own\n"
                 "  leave them out, or name a model in its place"
@@ -171,7 +173,9 @@ def plan(
                 planned = plan_run(run, device=device, rows=rows or 0)
     else:
         if (file := out or Path("run.yaml")).exists() and not force:
-            raise UsageError(f"{file} is there\n  write another, --out FILE, or replace it: --force")
+            raise UsageError(
+                f"{file} is there\n  write another, --out FILE, or replace it: --force"
+            )
         from draftcore.files import write_atomic
         from draftcore_tools.suggest import suggest
 

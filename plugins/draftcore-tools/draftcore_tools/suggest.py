@@ -19,9 +19,9 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenRun
 from draftcore.errors import UsageError
 from draftcore.options import apply_overrides, validate_as
-from draftcore.uris import format_size
+from draftcore.uris import format_size, parse_size
 from draftcore_tools.configuration import as_yaml
-from draftcore_tools.plan import RunPlan, plan_run
+from draftcore_tools.plan import RunPlan, plan_run, read_rows
 from draftcore_tools.recipes import CHARACTERS, Recipe, config_and_tokenizer, recipe_of
 
 SAMPLED = 1000  # rows whose lengths say how long a row may be
@@ -35,16 +35,6 @@ PARTS = (2, 4, 8)  # devices that may share a target
 MOST_GPUS = 16  # that are tried, to say how many suffice
 CUTS = (1, 2, 4)  # of the longest row, in turn, where nothing else makes a run fit
 SERVERS = "sglang-server"  # a capture by servers, which have devices of their own
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run may take: devices, the bytes of each, the bytes of disk; and whose speed counts."""
-
-    gpus: int
-    gpu_bytes: int
-    disk_bytes: int
-    device: str
 
 
 @dataclass(frozen=True)
@@ -65,15 +55,15 @@ class Suggestion:
         yield from (("assumed", text) for text in self.assumed)
         yield from self.plan.lines()
 
-    def text(self, command: str) -> str:
+    def text(self) -> str:
         """Return the run as YAML, each setting with its reason."""
         sections = list(RunConfig.model_fields)
         keys = sorted(
             self.settings, key=lambda key: (sections.index(key.split(".")[0]), key.count("."))
         )
-        head = [command, *(f"{name}: {value}" for name, value in self.lines())]
+        head = [f"# {name}: {value}" for name, value in self.lines()]
         rows = [(key, self.settings[key], self.reasons[key]) for key in keys]
-        return "\n".join([*(f"# {line}" for line in head), as_yaml(rows), ""])
+        return "\n".join([*head, as_yaml(rows), ""])
 
     def to_json(self) -> dict[str, Any]:
         published = [asdict(one) for one in (self.recipe.published if self.recipe else ())]
@@ -82,34 +72,31 @@ class Suggestion:
 
 
 def suggest(
-    model: str, machine: Machine, registry: Any, *, data: str | None = None,
-    held_out: str | None = None, overrides: Sequence[str] = (),
+    model: str, overrides: Sequence[str], registry: Any, *, device: str, gpu: str | None = None,
+    gpus: int | None = None, disk: str | None = None, data: str | None = None,
+    held_out: str | None = None,
 ) -> Suggestion:  # fmt: skip
-    """Choose a run for a model that fits a machine; what `overrides` set is not chosen.
+    """Choose a run for a model that fits so many GPUs of this memory; what `overrides` set is kept.
 
-    Raises UsageError, with the figures, where none fits.
+    `disk` is what features may take there, and `device` whose speed is reckoned with. Raises UsageError,
+    with the figures, where no run fits.
     """
     recipe = recipe_of(model)
-    with (
-        config_and_tokenizer(model, recipe) as (path, tokenizer),
-        TemporaryDirectory() as scratch,
-    ):
-        chooser = Chooser(recipe.model if recipe else model, machine, registry, overrides)
-        chooser.path, chooser.tokenizer = path, tokenizer
-        chooser.scratch, chooser.data = Path(scratch), chooser.asked.get("data.train", data)
+    with config_and_tokenizer(model, recipe) as (path, tokenizer), TemporaryDirectory() as scratch:
+        chooser = Chooser(recipe.model if recipe else model, registry, overrides)
+        chooser.path, chooser.tokenizer, chooser.scratch = path, tokenizer, Path(scratch)
+        chooser.data, chooser.device = chooser.asked.get("data.train", data), device
+        chooser.gpus, chooser.gpu_bytes = gpus or 1, parse_size(gpu or "80GB")
         chooser.choose_target(recipe.source if recipe else "the model's own files", held_out)
-        chooser.choose_length()
-        chooser.choose_sizes()
-        chooser.choose_epochs_and_store()
-        with chooser.opened() as run:
-            plan = chooser.scaled(chooser.plan_of(run, rows=0))
+        chooser.choose_rows(parse_size(disk or "0"))
+        plan = chooser.choose_sizes()
     assumed = []
     if tokenizer is not None:  # one token like another
         plan = replace(plan, vocabulary={})
         assumed.append(f"{CHARACTERS} characters a token, as the tokenizer is not here")
     if chooser.data is None:
         assumed.append(
-            f"{ASSUMED_ROWS:,} rows of {ASSUMED_TOKENS:,} tokens; --data FILE takes your own"
+            f"{ASSUMED_ROWS:,} rows of {ASSUMED_TOKENS:,} tokens; --data FILE takes yours"
         )
     plan = replace(plan, run=str(chooser.settings["run"]))
     return Suggestion(chooser.settings, chooser.reasons, plan, recipe, assumed)
@@ -122,11 +109,12 @@ class Chooser:
     tokenizer: Any  # what stands for the target's own, if that is not there
     scratch: Path
     data: Any
+    gpus: int
+    gpu_bytes: int
+    device: str
 
-    def __init__(
-        self, model: str, machine: Machine, registry: Any, overrides: Sequence[str]
-    ) -> None:
-        self.model, self.machine, self.registry = model, machine, registry
+    def __init__(self, model: str, registry: Any, overrides: Sequence[str]) -> None:
+        self.model, self.registry = model, registry
         self.settings, self.reasons = dict[str, Any](), dict[str, str]()
         asked: dict[str, Any] = {}
         apply_overrides(asked, overrides)
@@ -175,10 +163,6 @@ class Chooser:
             file.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
         return file
 
-    def plan_of(self, run: OpenRun, rows: int = SAMPLED) -> RunPlan:
-        machine = self.machine
-        return plan_run(run, device=machine.device, device_bytes=machine.gpu_bytes, rows=rows)
-
     # ---------------------------------------------------------------- what is chosen
 
     def choose_target(self, source: str, held_out: str | None) -> None:
@@ -222,24 +206,39 @@ class Chooser:
         self.shareable = bool(getattr(text, "base_model_tp_plan", None))
         self.set("train.precision", "bf16", "half the time and memory; weights are kept in fp32")
 
-    def choose_length(self) -> None:
-        """Set how long a row may be: as 95 of 100 of the data are."""
-        longest, why = 2048, "usual; rows that are longer are left out"
+    def choose_rows(self, disk: int) -> None:
+        """Set how long a row may be, how often all are read, and whether features are kept between."""
+        longest, rows, tokens = 2048, ASSUMED_ROWS, ASSUMED_ROWS * ASSUMED_TOKENS
+        why = "usual; longer rows are left out"
         if self.data is not None:
             with self.opened({"data.max_length": min(LONGEST, self.positions)}) as run:
-                lengths = run.data.samples("train", limit=SAMPLED).lengths
-            longest = int(np.quantile(lengths, 0.95, method="inverted_cdf"))
+                samples, times = read_rows(run, SAMPLED)
+            rows, tokens = (
+                round(n * times) for n in (len(samples.lengths), samples.summary.tokens)
+            )
+            longest = int(np.quantile(samples.lengths, 0.95, method="inverted_cdf"))
             why = f"95 of 100 rows have {longest:,} tokens at most; longer ones are left out"
             longest = min(4096, max(512, math.ceil(longest / 256) * 256))
         self.set("data.max_length", min(longest, self.positions), why)
+        why = "a million rows in all, in 2 to 10 epochs, as others read theirs"
+        self.set("train.epochs", min(10, max(2, math.ceil(LEARNED_ROWS / rows))), why)
+        kept = f"features take {format_size(tokens * self.token_bytes)} of disk"
+        if tokens * self.token_bytes <= 0.9 * disk:
+            why = f"captured once: {kept}, of {format_size(disk)}"
+            self.set("store", f"file:{self.settings['run']}/features", why)
+        else:
+            self.set("store", "auto", f"captured anew in each epoch; kept, {kept}")
 
-    def choose_sizes(self) -> None:
-        """Set batch, blocks and topology to the largest that fit. Raises UsageError where none do."""
-        fitting = self.fitting(self.machine.gpus)
+    def choose_sizes(self) -> RunPlan:
+        """Set batch, blocks and topology to the largest that fit; return the plan of that.
+
+        Raises UsageError where none do.
+        """
+        fitting = self.fitting(self.gpus)
         if fitting is None:
             raise self.too_large()
         changes, plan = fitting
-        room = format_size(self.machine.gpu_bytes)
+        room = format_size(self.gpu_bytes)
         whys = {
             "data.max_length": "longer rows do not fit",
             "train.batch": f"{format_size(self.fullest(plan))} of {room} on the fullest device",
@@ -250,21 +249,7 @@ class Chooser:
         }
         for key, value in changes.items():
             self.set(key, value, whys.get(key, "as many as fit"))
-
-    def choose_epochs_and_store(self) -> None:
-        """Set how often the data is read, and whether features are kept between."""
-        with self.opened() as run:
-            plan = self.scaled(self.plan_of(run))
-        epochs = min(10, max(2, math.ceil(LEARNED_ROWS / plan.rows)))
-        why = "a million rows in all, of 2 to 10 epochs; others read theirs 2 to 10 times, too"
-        self.set("train.epochs", epochs, why)
-        size, disk = plan.tokens * self.token_bytes, self.machine.disk_bytes
-        if size <= 0.9 * disk:
-            why = f"captured once: {format_size(size)} of the {format_size(disk)} of disk"
-            self.set("store", f"file:{self.settings['run']}/features", why)
-        else:
-            why = f"captured anew each epoch: kept, features take {format_size(size)} of disk"
-            self.set("store", "auto", why)
+        return self.scaled(plan)
 
     # ---------------------------------------------------------------- what fits
 
@@ -276,7 +261,7 @@ class Chooser:
                 if cut > 1:
                     changes["data.max_length"] = self.settings["data.max_length"] // cut
                 plan: RunPlan | None = self.plan_with(changes)
-                while plan and self.fullest(plan) > self.machine.gpu_bytes:
+                while plan and self.fullest(plan) > self.gpu_bytes:
                     plan = self.lowered(plan, changes)
                 if plan:
                     return changes, plan
@@ -290,7 +275,7 @@ class Chooser:
             if key.startswith("topology."):
                 break
             changes[key] = json.loads(value)
-            if need <= self.machine.gpu_bytes:
+            if need <= self.gpu_bytes:
                 break
         if (
             batch := plan.batch if "train.batch" in self.asked else changes["train.batch"]
@@ -302,7 +287,8 @@ class Chooser:
         key = json.dumps(changes)
         if key not in self.plans:
             with self.opened(changes) as run:
-                self.plans[key] = self.plan_of(run)
+                asked = {"device": self.device, "device_bytes": self.gpu_bytes}
+                self.plans[key] = plan_run(run, **asked, rows=0 if self.data is None else SAMPLED)
         return self.plans[key]
 
     def fullest(self, plan: RunPlan) -> int:
@@ -327,15 +313,15 @@ class Chooser:
 
     def too_large(self) -> UsageError:
         """Say what a run would need that fits in no way, and how many devices hold it."""
-        longest, machine = self.settings["data.max_length"] // CUTS[-1], self.machine
+        longest = self.settings["data.max_length"] // CUTS[-1]
         memory = self.plan_with({"train.batch": 1, "data.max_length": longest}).memory
         figures = {"the target": memory["target"], "its activations": memory["capture"]}
         figures["the draft's step"] = max(draft["peak"] for draft in memory["drafts"].values())
         told = ", ".join(f"{name} {format_size(size)}" for name, size in figures.items())
-        enough = (n for n in range(machine.gpus + 1, MOST_GPUS + 1) if self.fitting(n))
+        enough = (n for n in range(self.gpus + 1, MOST_GPUS + 1) if self.fitting(n))
         more = next((f"--gpus {n} suffices; or " for n in enough), "")
         return UsageError(
-            f"no run for {self.model} fits {machine.gpus} x {format_size(machine.gpu_bytes)}: "
+            f"no run for {self.model} fits {self.gpus} x {format_size(self.gpu_bytes)}: "
             f"a row of {longest:,} tokens takes {told}\n"
             f"  {more}take a larger --gpu, a quantised target, or let servers with GPUs of their own "
             f"capture: capture.name={SERVERS}"
@@ -343,13 +329,17 @@ class Chooser:
 
     def scaled(self, plan: RunPlan) -> RunPlan:
         """Return a plan for the assumed rows in the place of those that were written."""
+        hours = dict(plan.hours)
+        if self.servers:  # nobody knows how fast they are
+            hours["capture"] = None
         if self.data is not None:
-            return plan
+            return replace(plan, hours=hours)
         times = ASSUMED_ROWS / plan.rows
-        hours = {name: None if h is None else h * times for name, h in plan.hours.items()}
-        counts = {name: round(getattr(plan, name) * times) for name in ("tokens", "steps")}
-        size = round(plan.store_bytes * times)
-        return replace(plan, rows=ASSUMED_ROWS, hours=hours, store_bytes=size, **counts)
+        hours |= {name: h * times for name, h in hours.items() if h is not None}
+        counts = {
+            name: round(getattr(plan, name) * times) for name in ("tokens", "steps", "store_bytes")
+        }
+        return replace(plan, rows=ASSUMED_ROWS, hours=hours, **counts)
 
 
 def leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
