@@ -56,7 +56,8 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...], **how: b
     """
     if how["dry_run"]:
         plan = registry.find("verb", "plan").verbs["plan"]
-        return click.get_current_context().invoke(plan, config=config, overrides=overrides)
+        click.get_current_context().invoke(plan, config=config, overrides=overrides)
+        return
     done = api.train(config, *overrides, trainer=how["trainer"], registry=registry, say=click.echo)
     if done.reason == "interrupted":
         raise click.exceptions.Exit(ExitStatus.INTERRUPTED)

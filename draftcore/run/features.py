@@ -156,17 +156,6 @@ def open_samples(run: Run, features: Features) -> Samples:
     return samples
 
 
-def planned(run: Run, rows: int = 0) -> tuple[FeatureRequest, Samples, Plan]:
-    """Return what a run captures, its rows or the first of them, and its plan: no weights are read."""
-    request, config = requested_features(run), run.config
-    samples = run.data.samples("train", "", rows)
-    return (
-        request,
-        samples,
-        make_plan(run, samples, config.train.accumulate or config.topology.ranks),
-    )
-
-
 def make_plan(run: Run, samples: Samples, accumulate: int = 1) -> Plan:
     train = run.config.train
     return Plan(

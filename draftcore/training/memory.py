@@ -29,7 +29,7 @@ LARGE = 1 << 22  # elements of a tensor on whose values no size depends
 ADAMW = 8  # bytes that it keeps of a parameter
 
 
-class Storages(FakeTensorMode):
+class Storages(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that live; what is larger than `real`, or made of a fake one, is fake."""
 
     def __init__(self) -> None:
@@ -42,7 +42,10 @@ class Storages(FakeTensorMode):
         if fake and func in VALUES:
             return VALUES[func](*args)
         if fake and func in INDEXED:  # masks, while it can be told how many places they name
-            split = (x.nonzero().unbind(1) if is_mask(x) else [x] for x in args[1])
+            masks = [x is not None and x.dtype == torch.bool for x in args[1]]
+            split = [
+                x.nonzero().unbind(1) if m else [x] for x, m in zip(args[1], masks, strict=True)
+            ]
             args = (args[0], [index for indices in split for index in indices], *args[2:])
         shapes = [x for x in args if isinstance(x, list) and all(type(n) is int for n in x)]
         large = max([1, *map(math.prod, shapes), *(x.numel() for x in tensors)]) > self.real
@@ -53,10 +56,6 @@ class Storages(FakeTensorMode):
                 self.sizes[storage] = storage.nbytes()
                 self.peak = max(self.peak, sum(self.sizes.values()))
         return made
-
-
-def is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype == torch.bool
 
 
 def step_memory(draft: OpenDraft, masks: list[Tensor]) -> tuple[int, int]:

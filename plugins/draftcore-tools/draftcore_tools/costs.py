@@ -68,8 +68,8 @@ def device_named(name: str) -> Device:
             f"  known are {', '.join(PUBLISHED)}; without --device the run's own is measured"
         )
     gib, bf16, fp32, bandwidth = PUBLISHED[key]
-    rates = (1e12 * REACHED * rate for rate in (bf16, fp32))
-    return Device(key, gib << 30, *rates, 1e9 * REACHED * bandwidth)
+    tera, giga = 1e12 * REACHED, 1e9 * REACHED
+    return Device(key, gib << 30, tera * bf16, tera * fp32, giga * bandwidth)
 
 
 def device_here(device: torch.device) -> Device:
@@ -87,15 +87,15 @@ def device_here(device: torch.device) -> Device:
             torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / times
 
-    rates = []
-    for dtype in (torch.bfloat16, torch.float32):
+    def rate(dtype: torch.dtype) -> float:
         size = 8192 if cuda else 512
         x = torch.ones(size, size, dtype=dtype, device=device)
-        rates.append(2 * size**3 / seconds(lambda x=x: x @ x, 5))
+        return 2 * size**3 / seconds(lambda: x @ x, 5)
+
     x = torch.ones(1 << (28 if cuda else 24), dtype=torch.bfloat16, device=device)
     bandwidth = 2 * x.nbytes / seconds(x.clone, 5)
     memory = torch.cuda.get_device_properties(device).total_memory if cuda else 0
-    return Device(str(device), memory, *rates, bandwidth)
+    return Device(str(device), memory, rate(torch.bfloat16), rate(torch.float32), bandwidth)
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,8 @@ def step_cost(draft: OpenDraft, masks: Sequence[Tensor], share: float) -> StepCo
         with FlopCounterMode(display=False) as counter:
             held, peak = step_memory(draft, list(masks))
         one = step_memory(draft, list(masks[-1:]))[1] if len(masks) > 1 else peak
-        beside = (int(share * (value - held)) for value in (peak, one))
-        tokens = len(masks) * max(map(len, masks))
-        return StepCost(held, *beside, counter.get_total_flops() / tokens)
+        operations = counter.get_total_flops() / (len(masks) * max(map(len, masks)))
+        return StepCost(held, int(share * (peak - held)), int(share * (one - held)), operations)
     return None
 
 

@@ -321,14 +321,14 @@ def hours(run: OpenRun, memory: Memory, trained: float, captured: float) -> dict
 
 def evaluation_hours(run: OpenRun, memory: Memory) -> float | None:
     """Return the hours in which `draftcore eval` decodes: by the target alone, and with each draft."""
-    options = getattr(run.evaluation(), "options", None)
+    options: Any = getattr(run.evaluation(), "options", None)
     if run.data.eval is None or memory.target is None or not hasattr(options, "max_new_tokens"):
         return None
     prompts = len(run.data.prompts(options.prompts or 0).token_ids)
     reads = memory.target.weights / memory.machine.bandwidth
     token = max(reads, LAYER_SECONDS * run.target.num_layers) if memory.on_gpu else reads
     passes = math.ceil(prompts / options.batch) * options.max_new_tokens
-    return passes * token * (1 + len(run.drafts) * 1.2 / ACCEPTED) / 3600
+    return float(passes * token) * (1 + len(run.drafts) * 1.2 / ACCEPTED) / 3600
 
 
 def _duration(time: float) -> str:
