@@ -287,14 +287,16 @@ class Chooser:
         key = json.dumps(changes)
         if key not in self.plans:
             with self.opened(changes) as run:
-                asked = {"device": self.device, "device_bytes": self.gpu_bytes}
+                asked: dict[str, Any] = {"device": self.device, "device_bytes": self.gpu_bytes}
                 self.plans[key] = plan_run(run, **asked, rows=0 if self.data is None else SAMPLED)
         return self.plans[key]
 
     def fullest(self, plan: RunPlan) -> int:
         """Return the bytes that the fullest device needs: one that trains, or one that only captures."""
         memory = plan.memory
-        return max(memory["together"], 0 if self.servers else memory["target"] + memory["capture"])
+        return int(
+            max(memory["together"], 0 if self.servers else memory["target"] + memory["capture"])
+        )
 
     def placements(self, gpus: int) -> Iterator[dict[str, int]]:
         """Yield who captures on so many devices, what is quickest first.
