@@ -20,6 +20,8 @@ FUNCTIONS = {
     "load_plugins": "plugins.registry",
     "open_checkpoint": "training.checkpoint",
     "open_draft": "drafts",
+    "Plan": "data.plan",
+    "step_memory": "training.memory",
 }
 __all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
 

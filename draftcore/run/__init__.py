@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, best, latest, missing, open_checkpoint
+from draftcore.training.memory import step_memory
 from draftcore.training.ranks import SINGLE_RANK
 from draftcore.uris import format_size
 
@@ -247,14 +248,28 @@ class Run(OpenRun):
             return
         options = {k: n for d in self.drafts if d.options for k, n in vars(d.options).items()}
         counts = [f"algorithm.options.{k}={n}, " for k, n in options.items() if type(n) is int]
+        _, step = self.step_memory([self.data.longest] * self.config.train.batch)
         free = format_size(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         raise DraftcoreError(
             f"{' '.join(re.split(r'(?<=[.]) ', raised(error))[:3])}\n"
             f"  asked: train.batch={self.config.train.batch}, data.max_length={self.data.longest}, "
-            f"{''.join(counts)}vocabulary {self.target.vocab_size}; free beside GPUs: {free}\n"
+            f"{''.join(counts)}vocabulary {self.target.vocab_size}, where a step takes up to "
+            f"{format_size(step)} beside weights; free beside GPUs: {free}\n"
             "  lower these, in this order, in another run folder, and eval.batch to evaluate; or set "
-            "topology.producers, to capture in other processes, or train.shard, to divide drafts"
+            "topology.producers, to capture in other processes, or train.shard, to divide drafts\n"
+            "  `draftcore plan` says what each comes to"
         )
+
+    def step_memory(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Return what all drafts take between steps, and the most that a step on such rows takes more.
+
+        Both are 0 where nobody knows.
+        """
+        masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+        with suppress(Exception):  # of an algorithm that reads what features hold
+            taken = [step_memory(draft, masks) for draft in self.drafts]
+            return sum(held for held, _ in taken), max(peak - held for held, peak in taken)
+        return 0, 0
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Any) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""

@@ -88,7 +88,9 @@ def test_too_little_memory_is_answered_in_words(
     assert (cpu in said) != ("GiB of which 1.20 GiB is free.\n" in said) == (place == "a GPU")
     assert "  asked: train.batch=4, data.max_length=256, " in said
     assert (", algorithm.options.num_anchors=512, " in said) == (place == "building")
-    assert re.search(r", vocabulary \d+; free beside GPUs: [\d.]+ .iB\n  lower these, in th", said)
+    step = r"where a step takes up to [1-9][\d.]* .iB beside weights"
+    free = r"free beside GPUs: [\d.]+ .iB\n  lower these, in th"
+    assert re.search(rf", vocabulary \d+, {step}; {free}", said)
     assert "hook" not in said
     monkeypatch.setenv("FULL", "the plugin in a step")
     assert "\nerror: its ring is out of memory\n  make it larger\n" in verb("train", code=1)
