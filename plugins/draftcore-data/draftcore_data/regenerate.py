@@ -271,7 +271,10 @@ class Questions:
         told = self.options.template_options
         about = {**settings, **self.sampling, "template_options": told}
         with open_answers(out, about) as answers:
-            job = Job(lambda: read_conversations(self.source, self.limit, self.find), answers)
+            columns = self.options.columns
+            job = Job(
+                lambda: read_conversations(self.source, self.limit, self.find, columns), answers
+            )
             if not job.total:
                 raise UsageError(
                     f"no row of {named(self.source)} can be answered\n"
