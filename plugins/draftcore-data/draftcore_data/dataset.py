@@ -47,7 +47,7 @@ from draftcore_data.files import TO_UTF8, open_files
 from draftcore_data.options import DataOptions, Sources
 from draftcore_data.parallel import render_all, report_progress
 from draftcore_data.rendering import FORMAT, Renderer
-from draftcore_data.sources import Find, named, open_source, read_conversations, require_columns
+from draftcore_data.sources import Find, named, open_source, read_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -229,7 +229,6 @@ def build_dataset(
             if marker.exists():
                 logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
         report = DataReport(named(sources))
-        require_columns(source, options.columns)
         rows_read = itertools.islice(source.rows(), options.limit)
         rendered = render_all(renderer, rows_read, options.columns, report.unread)
         kept = _keep(report_progress(rendered), options, report, positions)

@@ -1,8 +1,8 @@
 """The rows in a file, each as a line of JSON, whatever the file is: its first bytes tell, not its name.
 
 Packed files are unpacked and UTF-16 is read by its mark. JSON that is an array, or stands on several
-lines, is read whole; anything else is lines of JSON, of which nothing holds more than one. The exception
-are `.csv` and `.tsv`, which only their names tell.
+lines, is read whole; anything else is lines of JSON, of which nothing holds more than one. The exceptions
+are `.csv` and `.tsv`, which their names tell alone.
 """
 
 from __future__ import annotations
@@ -129,6 +129,6 @@ def _rows_of_json(file: str, whole: bytes) -> list[Any] | None:
             f"{file} is not valid JSON: {error}\n  correct it, or copy it anew if it is torn"
         ) from None
     if len(values) == 1 and isinstance(values[0], dict) and not values[0].keys() & SHAPES.keys():
-        inside = [value for value in values[0].values() if isinstance(value, list)]
-        values = inside[:1] or values
+        lists = [value for value in values[0].values() if isinstance(value, list)]
+        values = [rows for rows in lists if rows and isinstance(rows[0], dict)][:1] or values
     return [row for value in values for row in (value if isinstance(value, list) else [value])]

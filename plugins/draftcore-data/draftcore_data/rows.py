@@ -12,7 +12,7 @@ from draftcore.contracts.run import OpenRun, Prompts
 from draftcore.errors import UsageError
 from draftcore_data.dataset import Dataset, bounded, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.sources import finder, named
+from draftcore_data.sources import finder, named, require_columns
 
 
 class NoImages:
@@ -76,6 +76,8 @@ class Conversations:
 
     def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Dataset:
         """Render rows with the chat template, which is told `date`; printed is what was left out."""
+        if part == "train":  # what is held out may have other keys
+            require_columns(self.sources(part), self.options.columns, self.find)
         given: Any = limit or (self.options.limit if part == "train" else None)
         dataset = build_dataset(
             self.sources(part),

@@ -46,10 +46,8 @@ def read_conversations(
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Row]:
     """Stream the rows of sources, at most `limit` of them; for errors see `open_source`."""
-    source = open_source(sources, find)
-    require_columns(source, columns)
-    parse = functools.partial(parse_row, columns=columns)
-    return itertools.starmap(parse, itertools.islice(source.rows(), limit))
+    rows = itertools.islice(open_source(sources, find).rows(), limit)
+    return itertools.starmap(functools.partial(parse_row, columns=columns), rows)
 
 
 def named(sources: Sources) -> str:
@@ -67,12 +65,12 @@ def open_source(sources: Sources, find: Find = open_files) -> Source:
     return Mixture([(weight, _open(name, find)) for name, weight in map(_weighted, sources)])
 
 
-def require_columns(source: Source, columns: Mapping[str, str]) -> None:
+def require_columns(sources: Sources, columns: Mapping[str, str], find: Find = open_files) -> None:
     """Raise UsageError for a column that none of the first rows of any source has."""
-    seen, parts = dict[str, None](), [part for _, part in getattr(source, "parts", [(1, source)])]
-    for part in parts if columns else ():
-        for _, row in itertools.islice(part.rows(), FIRST):
-            with suppress(ValueError, RecursionError):
+    seen = dict[str, None]()
+    for source in ([sources] if isinstance(sources, str) else sources) if columns else ():
+        for _, row in itertools.islice(_open(_weighted(source)[0], find).rows(), FIRST):
+            with suppress(ValueError, RecursionError, TypeError):  # of a row that is no object
                 seen |= dict.fromkeys(json.loads(row) if isinstance(row, bytes) else row)
     for key, column in columns.items():
         if seen and column not in seen:

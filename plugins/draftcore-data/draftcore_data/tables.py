@@ -93,4 +93,4 @@ def _load(uri: str, name: str, files: Sequence[Path], options: Mapping[str, Any]
         for column, feature in (table.features or {}).items()
         if column not in ROW_KEYS and datasets.features.features.require_decoding(feature)
     ]
-    return Table(name, files, table.remove_columns(decoded), decoded)
+    return Table(name, files, table.remove_columns(decoded) if decoded else table, decoded)

@@ -108,7 +108,7 @@ def test_what_a_target_cannot_read_is_left_out_or_refused(tmp_path: Path) -> Non
     """Rows and prompts beyond its positions, and a tokenizer that writes what it has no embedding of."""
     rows = [chat("Hi", "Four."), chat("why " * 100, "Four."), chat("Hello", "yes " * 100)]
     both = str(write_rows(tmp_path / "rows.jsonl", *rows))
-    data = {"train": both, "eval": both, "eval_on_train": True, "bad_rows": "skip"}
+    data: dict[str, Any] = {"train": both, "eval": both, "eval_on_train": True, "bad_rows": "skip"}
 
     def conversations(name: str, **config: Any) -> Any:
         (tmp_path / name).mkdir()

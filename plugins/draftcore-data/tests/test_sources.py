@@ -14,7 +14,7 @@ import pytest
 from draftcore_data.conversations import BadRow, Conversation, is_learned, parse_row
 from draftcore_data.files import open_files
 from draftcore_data.options import DataOptions, SourceOptions
-from draftcore_data.sources import finder, named, open_source, read_conversations
+from draftcore_data.sources import finder, named, open_source, read_conversations, require_columns
 from draftcore_sdk.images import ImageSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.samples import SamplesSuite
@@ -411,7 +411,7 @@ def test_columns_say_which_names_keys_have_and_what_no_row_has_is_refused(jsonl:
     assert rows == [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in (1, 2)]
     says = r"columns\.prompt: no row has 'qestion' \(did you mean 'question'\?\)\n.*question, a$"
     with pytest.raises(UsageError, match=says):
-        read_conversations(source, columns={"prompt": "qestion"})
+        require_columns(source, {"prompt": "qestion"})
     with pytest.raises(ValueError, match=r"no key 'promt' is read \(did you mean 'prompt'\?\)"):
         DataOptions(columns={"promt": "question"})
 
