@@ -102,7 +102,8 @@ def parse_row(
 ) -> Row:
     """Check a row, which may be a line of JSON, and bring it into the shape {role, content}.
 
-    `columns` are the names that keys have there, and `unread` counts the keys that are not read.
+    `columns` are the names that keys have there, and `unread` counts the keys that are not read, but
+    for `id`, which our own answers have.
     """
     folder: str = getattr(row, "folder", "")  # of the file that the line is of
     try:
@@ -114,7 +115,7 @@ def parse_row(
         row = {key: row[key] for key in row if key not in columns.values()} | mapped
         shape = next((key for key in (*mapped, *SHAPES) if key in row and key in SHAPES), "")
         _require(shape, UNKNOWN_SHAPE, f"keys {str([*row])[1:-1]}")
-        left = set(row) - {shape, *SHAPES[shape]}
+        left = set(row) - {shape, "id", *SHAPES[shape]}
         parsed: Row
         if shape == "input_ids":
             parsed = _tokens(where, row)

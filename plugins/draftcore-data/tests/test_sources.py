@@ -394,15 +394,15 @@ def test_a_system_prompt_beside_a_conversation_is_its_first_turn(
 def test_keys_that_are_not_read_are_counted() -> None:
     own, unread = {"role": "system", "content": "Own."}, Counter[str]()
     for row in (
-        {"messages": CHAT, "id": 7, "lang": None},
-        {"messages": CHAT, "prompt": "Hi", "id": 8},
+        {"messages": CHAT, "id": 7, "score": 7, "lang": None},
+        {"messages": CHAT, "prompt": "Hi", "score": 8},
         {"messages": [own, *CHAT], "system": "Another."},
         {"messages": [own, *CHAT], "system": "Own."},
         {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]},
         {"text": "of no known shape"},
     ):
         parse_row("x", row, {}, unread)
-    assert unread == {"id": 2, "prompt": 1, "system": 1, "attention_mask": 1}
+    assert unread == {"score": 2, "prompt": 1, "system": 1, "attention_mask": 1}
 
 
 def test_columns_say_which_names_keys_have_and_what_no_row_has_is_refused(jsonl: Jsonl) -> None:
