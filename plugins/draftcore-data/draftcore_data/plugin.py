@@ -180,7 +180,7 @@ def check(run: OpenRun, dataset: Dataset, rows: int, max_tokens: int, as_json: b
 def describe() -> Sequence[Offer]:
     return [
         Offer("samples", "conversations", options="draftcore_data.options:DataOptions"),
-        *(Offer("source", name) for name in ("files", "hf", "jsonl")),
+        *(Offer("source", name) for name in ("files", "hf")),
         Offer("images", "processor"),
     ]
 
@@ -195,10 +195,9 @@ def samples(name: str, run: OpenRun, options: DataOptions) -> Conversations:
 @hookimpl
 def source(name: str, uri: str) -> Source:
     from draftcore_data.files import open_files
-    from draftcore_data.sources import open_lines
     from draftcore_data.tables import open_table
 
-    return {"files": open_files, "hf": open_table, "jsonl": open_lines}[name](uri)
+    return open_table(uri) if name == "hf" else open_files(uri)
 
 
 @hookimpl

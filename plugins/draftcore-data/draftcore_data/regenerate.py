@@ -30,7 +30,7 @@ from draftcore_data.conversations import BadRow, Conversation, Message, Rendered
 from draftcore_data.conversing import Answer, converse
 from draftcore_data.endpoints import Endpoints
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.sources import Find, finder, named, read_conversations
+from draftcore_data.sources import Find, finder, named, read_conversations, require_columns
 
 EVERY = 30.0  # seconds between the lines of a run that is not on a terminal
 Rows = Callable[[], Iterable[Row]]
@@ -271,7 +271,11 @@ class Questions:
         told = self.options.template_options
         about = {**settings, **self.sampling, "template_options": told}
         with open_answers(out, about) as answers:
-            job = Job(lambda: read_conversations(self.source, self.limit, self.find), answers)
+            columns = self.options.columns
+            require_columns(self.source, columns, self.find)
+            job = Job(
+                lambda: read_conversations(self.source, self.limit, self.find, columns), answers
+            )
             if not job.total:
                 raise UsageError(
                     f"no row of {named(self.source)} can be answered\n"

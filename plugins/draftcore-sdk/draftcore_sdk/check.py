@@ -57,7 +57,7 @@ AROUND: Mapping[str, tuple[Kind, str]] = {
     "batches": ("batches", "queue"), "evaluation": ("evaluation", "decoding"),
     "capture": ("capture", "hf"), "feature_store": ("store", "file"),
     "channel": ("channel", "tcp"), "launcher": ("launcher", "local"),
-    "source": ("source", "jsonl"), "image_processor": ("images", "processor"),
+    "source": ("source", "files"), "image_processor": ("images", "processor"),
     "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
 }  # fmt: skip
