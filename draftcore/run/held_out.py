@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,19 +28,20 @@ from draftcore.training.metrics import fetch, ratios, totals
 class HeldOut:
     """Measures drafts in training every `train.eval_every` steps; all drafts of a run share it.
 
-    Opening it reads the held-out rows.
+    It is made before rows are rendered, and refuses what cannot be measured.
     """
 
-    def __init__(self, run: Run, features: Features, date: str) -> None:
+    def __init__(self, run: Run, features: Features) -> None:
         train = run.config.train
         if run.data.eval is None:
             raise UsageError("train.eval_every needs held-out rows: set data.eval")
         self.run, self.request, self.device = run, features.request, run.ranks.device(train.device)
-        self.rows = run.data.samples("eval", date, train.eval_samples)
-        self.more = dict[str, Callable[[Draft], dict[str, float]]]()  # what an evaluation finds
-        if train.eval_prompts:
-            evaluation = run.evaluation()
-            self.more = {draft.label: evaluation.in_training(draft) for draft in run.drafts}
+        decoding = run.drafts if train.eval_prompts else ()  # what an evaluation finds, beside
+        self.more = {draft.label: run.evaluation().in_training(draft) for draft in decoding}
+
+    def open(self, date: str) -> None:
+        """Read the held-out rows; their template is told the date of those that are trained on."""
+        self.rows = self.run.data.samples("eval", date, self.run.config.train.eval_samples)
 
     @functools.cached_property
     def samples(self) -> list[Sample]:

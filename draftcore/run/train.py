@@ -187,6 +187,7 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     ranks.device(config.train.device)  # one that is not here is refused before anything is opened
     run_id = ranks.on_rank0(lambda: read_run_id(run.folder))
     features = open_features(run, role)
+    held_out = HeldOut(run, features) if config.train.eval_every else None
     samples = open_samples(run, features)
     checkpoints = [draft.checkpoint() for draft in run.drafts]
     resumed = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
@@ -208,8 +209,8 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
-    # It is opened before what takes hours.
-    held_out = HeldOut(run, features, samples.summary.date) if config.train.eval_every else None
+    if held_out is not None:
+        held_out.open(samples.summary.date)  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))

@@ -12,7 +12,7 @@ from draftcore.contracts.run import OpenRun, Prompts
 from draftcore.errors import UsageError
 from draftcore_data.dataset import Dataset, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.sources import finder, named
+from draftcore_data.sources import finder, named, open_source
 
 
 class NoImages:
@@ -71,8 +71,18 @@ class Conversations:
             )
         return sources
 
+    def _require_rows(self) -> None:
+        """Raise UsageError for data that is not there, also the held-out, which is needed later."""
+        for part, sources in (("train", self.sources("train")), ("eval", self.options.eval)):
+            if sources is not None and next(open_source(sources, self.find).rows(), None) is None:
+                raise UsageError(
+                    f"data.{part}: {named(sources)} holds no row\n  set it to conversations in JSONL"
+                )
+
     def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Dataset:
         """Render rows with the chat template, which is told `date`; printed is what was left out."""
+        if part == "train":
+            self._require_rows()
         given: Any = limit or (self.options.limit if part == "train" else None)
         dataset = build_dataset(
             self.sources(part),
