@@ -169,32 +169,35 @@ class TransformersTarget:
         """Map the names of tensors to their safetensors files, downloaded if they have to be."""
         if self._files:
             return self._files
-        files = dict[str, str]()
         with read_target(self.path, "weights"):
-            if index := fetch(self, "model.safetensors.index.json"):
-                names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-                local = {file: fetch(self, file) for file in sorted({*names.values()})}
-                if absent := [file for file, here in local.items() if here is None]:
-                    raise ValueError(
-                        f"the index names {len(local)} files, and {', '.join(absent[:3])} "
-                        f"{'is' if len(absent) == 1 else f'({len(absent)} in all) are'} not there"
-                    )
-                files = {name: str(local[file]) for name, file in names.items()}
-            elif single := fetch(self, "model.safetensors"):
-                with safe_open(regular(Path(single)), framework="pt") as tensors:
-                    files = dict.fromkeys(tensors.keys(), single)
-            for file in {*files.values()}:  # one that is cut off does not open
-                with safe_open(regular(Path(file)), framework="pt") as tensors:
-                    stored = {*tensors.keys()}
-                if lacking := [
-                    name for name, at in files.items() if at == file and name not in stored
-                ]:
-                    raise ValueError(f"{file} lacks {lacking[0]}, which the index says is there")
-        if not files:
-            raise DraftcoreError(
-                f"target {self.path!r} has no model.safetensors\n"
-                "  draftcore reads safetensors only; convert the weights with save_pretrained"
+            index = fetch(self, "model.safetensors.index.json")
+            names: dict[str, str] = (
+                json.loads(Path(index).read_text())["weight_map"] if index else {}
             )
+            found = {f: fetch(self, f) for f in sorted({*names.values()}) or ["model.safetensors"]}
+            if index and (absent := [file for file, here in found.items() if here is None]):
+                raise ValueError(
+                    f"of the {len(found)} files that the index names, {len(absent)} are not there: "
+                    f"{', '.join(absent[:3])}"
+                )
+        files = dict[str, str]()
+        for file, here in found.items():
+            if here is None:
+                raise DraftcoreError(
+                    f"target {self.path!r} has no {file}\n"
+                    "  draftcore reads safetensors only; convert the weights with save_pretrained"
+                    + f"\n  or, if the Hub is not reached from here, hf download {self.path}"
+                    * (not Path(self.path).exists())
+                )
+            with (
+                read_target(self.path, f"weights in {file}"),  # one that is cut off does not open
+                safe_open(regular(Path(here)), framework="pt") as tensors,
+            ):
+                stored = [*tensors.keys()]
+                held = [name for name, at in names.items() if at == file] if index else stored
+                if lacking := sorted({*held} - {*stored}):
+                    raise ValueError(f"{lacking[0]} is not there, and the index names it")
+            files |= dict.fromkeys(held, here)
         self._files = files
         return files
 

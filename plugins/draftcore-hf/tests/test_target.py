@@ -198,9 +198,9 @@ def test_quantised_weights_that_cannot_be_read_are_refused(tmp_path: Path, metho
 
 UP = "model.layers.3.mlp.up_proj.weight"
 DAMAGED = {
-    "a file is lost": "the index names 2 files, and b.safetensors is not there",
-    "a file is cut": r"its weights cannot be read: .*\n.*has to be downloaded again",
-    "a file lacks one": f"/b.safetensors lacks {UP}, which the index says is there",
+    "a file is lost": "of the 2 files that the index names, 1 are not there: b.safetensors",
+    "a file is cut": r"weights in b.safetensors cannot be read: .*\n.*has to be downloaded again",
+    "a file lacks one": f"weights in b.safetensors cannot be read: {UP} is not there",
     "all lack one": f"they lack {UP}, which config.json says are there",
     UP: rf"{UP} has the shape \(9, 48\), config.json says \(64, 48\)",
     "lm_head.weight": r"lm_head.weight has the shape \(9, 48\), config.json says \(259, 48\)",
