@@ -39,7 +39,7 @@ class HeldOut:
         decoding = run.drafts if train.eval_prompts else ()  # what an evaluation finds, beside
         self.more = {draft.label: run.evaluation().in_training(draft) for draft in decoding}
 
-    def open(self, date: str) -> None:
+    def read(self, date: str) -> None:
         """Read the held-out rows; their template is told the date of those that are trained on."""
         self.rows = self.run.data.samples("eval", date, self.run.config.train.eval_samples)
 

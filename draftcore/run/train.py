@@ -210,7 +210,7 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
             if last is not None:
                 require_same_run(last, draft, features, plan)
     if held_out is not None:
-        held_out.open(samples.summary.date)  # before what takes hours
+        held_out.read(samples.summary.date)  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))

@@ -136,7 +136,7 @@ class Setting:
         run = cast(Run, self)
         self.drafts = [DraftRun(run, "")]
         held_out = HeldOut(run, self.features)
-        held_out.open("2026-11-25")
+        held_out.read("2026-11-25")
         return held_out
 
     def measure(self, held_out: HeldOut | None = None, step: int = 1) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from draftcore.contracts.target import TargetSpec
+from draftcore.files import regular
 
 # What a target's `model_type` is and its chat template holds; the reasoning parsers of sglang and vLLM.
 PARSERS = [
@@ -33,7 +34,7 @@ def server_lines(target: TargetSpec, chat_template: str | None, port: int) -> li
     A reasoning parser is named where it is known.
     """
     if chat_template is not None:
-        template = Path(chat_template).read_text(encoding="utf-8")
+        template = regular(Path(chat_template)).read_text(encoding="utf-8")
     else:
         template = str(target.load_tokenizer().chat_template)
     kind = str(target.text_config.model_type)
@@ -43,8 +44,8 @@ def server_lines(target: TargetSpec, chat_template: str | None, port: int) -> li
     more += ["--revision", target.revision] if target.revision else []
     more += ["--trust-remote-code"] if target.source.get("trust_remote_code") else []
     more += ["--chat-template", chat_template] if chat_template else []
-    starts = ["python", "-m", "sglang.launch_server", "--model-path"], ["vllm", "serve"]
+    starts = "python -m sglang.launch_server --model-path", "vllm serve"
     return [
-        shlex.join([*start, target.path, *more, *(["--reasoning-parser", name] if name else [])])
+        f"{start} {shlex.join([target.path, *more, *(['--reasoning-parser', name] if name else [])])}"
         for start, name in zip(starts, parsers, strict=True)
     ]

@@ -223,7 +223,7 @@ def test_where_nobody_answers_the_lines_that_start_servers_of_the_target_are_tol
     ask: Asking, serve: Serve, target_folder: Path, tmp_path: Path
 ) -> None:
     (template := tmp_path / "a.jinja").write_text("{{ enable_thinking }}")
-    told = {"train": str(ask.source), "chat_template": str(template)}
+    told: Json = {"train": str(ask.source), "chat_template": str(template)}
     ask.source, dead = write_run(tmp_path, target_folder, **told), serve()
     dead.server_close()
     more = f"--chat-template {template} --reasoning-parser qwen3"
