@@ -71,18 +71,18 @@ class Conversations:
             )
         return sources
 
-    def _require_rows(self) -> None:
-        """Raise UsageError for data that is not there, also the held-out, which is needed later."""
-        for part, sources in (("train", self.sources("train")), ("eval", self.options.eval)):
-            if sources is not None and next(open_source(sources, self.find).rows(), None) is None:
-                raise UsageError(
-                    f"data.{part}: {named(sources)} holds no row\n  set it to conversations in JSONL"
-                )
+    def _require_held_out(self) -> None:
+        """Raise UsageError for held-out data that is named and not there, or empty."""
+        sources = self.options.eval
+        if sources is not None and next(open_source(sources, self.find).rows(), None) is None:
+            raise UsageError(
+                f"data.eval: {named(sources)} holds no row\n  set it to held-out conversations in JSONL"
+            )
 
     def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Dataset:
         """Render rows with the chat template, which is told `date`; printed is what was left out."""
         if part == "train":
-            self._require_rows()
+            self._require_held_out()  # rendering these rows may take long, and those are needed later
         given: Any = limit or (self.options.limit if part == "train" else None)
         dataset = build_dataset(
             self.sources(part),
