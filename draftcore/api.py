@@ -10,12 +10,12 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftcore.errors import DraftcoreError, raised
+from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.plugins import catalog
 from draftcore.plugins.registry import Registry, load_plugins
 
@@ -100,7 +100,8 @@ def export(
 ) -> list[Path]:  # fmt: skip
     """Write each draft, or one, in a layout that servers load; returns the folders.
 
-    `force` replaces an export that lies there; any other folder that holds something is refused.
+    `force` replaces an export that lies there; any other folder that holds something is refused. What
+    measures drafts (`eval.name`) may write a card beside each, once it is there.
     """
     with open_run(config, overrides, registry) as run:
         from draftcore.drafts import write_export
@@ -110,6 +111,10 @@ def export(
             folders.append(folder := out or draft_run.folder / "export")
             step = write_export(draft_run, checkpoint, folder, layout, force=force)
             say(f"{draft_run.prefix}exported step {step} to {folder}")
+            with suppress(UsageError):  # where nothing is installed that measures drafts
+                card = getattr(run.evaluation(), "card", lambda *given: ())
+                for line in card(draft_run, folder):
+                    say(line)
         return folders
 
 

@@ -15,6 +15,7 @@ from draftcore.contracts.algorithm import DataSummary, Draft
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import EXPORT, digest, read_sealed, require_exported, write_sealed
 from draftcore.run import DraftRun, changes
+from draftcore.training.checkpoint import DRAFT
 
 
 def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[str, Any]]:
@@ -27,11 +28,14 @@ def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[s
         raise UsageError(f"no finished checkpoint in {root}\n  run `draftcore train` first")
     state = checkpoint.state
     origin = {
-        **{key: state[key] for key in ("step", "samples_seen", "plugins")},
+        **{key: state[key] for key in ("step", "total_steps", "samples_seen", "plugins")},
+        "weights": digest(checkpoint.folder / DRAFT),
         "target": state["config"]["target"].get("path", ""),
         "target_fingerprint": state["target"],
         "algorithm": state["config"]["algorithm"],
         "chat_template": state["data"].get("chat_template", ""),
+        "data": {key: value for key, value in state["data"].items() if key != "token_counts"},
+        "settings": {key: state["config"][key] for key in ("data", "train")},
     }
     take_options(draft, checkpoint.folder, origin)
     built = draft.build(DataSummary.from_json(state["data"]))
@@ -67,9 +71,10 @@ def open_draft(
 ) -> tuple[Draft, Mapping[str, Any]]:
     """Open a draft to be evaluated: the newest checkpoint, a named one, or an export.
 
-    With it comes what it is: its `step`, 0 where nobody knows, its algorithm, target and chat template;
-    its `checkpoint`, or the folder of its `export` with the digests of the `files` there. An export is
-    read as servers would, and raises as `require_exported` does; its manifest brings its options.
+    With it comes what it is: its `step`, 0 where nobody knows, the digest of its trained `weights`, its
+    algorithm, target, data and settings; its `checkpoint`, or the folder of its `export` with the digests
+    of the `files` there. An export is read as servers would, and raises as `require_exported` does; its
+    manifest brings its options.
     """
     if exported is None:
         return load_checkpoint(draft, checkpoint)

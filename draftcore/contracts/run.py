@@ -357,7 +357,9 @@ class Report(Protocol):
 class Evaluation(Protocol):
     """Measures drafts: each one alone by the verb `eval`, and in training beside the held-out loss.
 
-    One that decodes by a runner may have it as its `runner`, whose report is then shown.
+    One that decodes by a runner may have it as its `runner`, whose report is then shown. One that has
+    `card(draft, folder, report=None)` is called with each export, and returns lines to show: it may write
+    a README.md there, which is none of the files that the manifest has digests of.
     """
 
     def evaluate(self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]) -> Report:

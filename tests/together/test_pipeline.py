@@ -71,6 +71,7 @@ def test_a_report_says_what_it_is_about_and_lists_its_prompts(trained: Project) 
     assert {plugin["name"] for plugin in about["plugins"]} >= {"eagle3"}
     assert len(report["rows"]) == report["prompts"] == 3
     assert sum(row["rounds"] for row in report["rows"]) == report["rounds"]
+    assert all("assistant\n" in row["prompt"] and row["continuation"] for row in report["rows"])
     with Path(about["data"]).open("a") as rows:
         rows.write("{}\n")
     other = json.loads(trained.cli("eval", "--json").stdout)["about"]

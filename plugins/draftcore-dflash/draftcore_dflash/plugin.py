@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
-CAPABILITIES = "compile cross_entropy disagg layout:serving served:sglang served:vllm sglang:DFLASH"
+CAPABILITIES = "compile cross_entropy disagg layout:serving parallel served:sglang served:vllm "
+CAPABILITIES += "sglang:DFLASH vllm:dflash"
 
 
 @hookimpl

@@ -6,13 +6,11 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 # sglang runs Domino as DFLASH, by what the exported config says of its projector.
-CAPABILITIES = frozenset(
-    {"compile", "cross_entropy", "disagg", "layout:serving", "served:sglang", "sglang:DFLASH"}
-)
+CAPABILITIES = "compile cross_entropy disagg layout:serving parallel served:sglang sglang:DFLASH"
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     options = "draftcore_domino.options:DominoOptions"
     implementation = "draftcore_domino.algorithm:Domino"
-    return [Offer("algorithm", "domino", CAPABILITIES, options, implementation)]
+    return [Offer("algorithm", "domino", frozenset(CAPABILITIES.split()), options, implementation)]

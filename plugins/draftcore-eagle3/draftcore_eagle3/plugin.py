@@ -6,13 +6,11 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
-CAPABILITIES = frozenset(
-    {"compile", "disagg", "layout:serving", "served:sglang", "served:vllm", "sglang:EAGLE3"}
-)
+CAPABILITIES = "compile disagg layout:serving served:sglang served:vllm sglang:EAGLE3 vllm:eagle3"
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     options = "draftcore_eagle3.options:Eagle3Options"
     implementation = "draftcore_eagle3.algorithm:Eagle3"
-    return [Offer("algorithm", "eagle3", CAPABILITIES, options, implementation)]
+    return [Offer("algorithm", "eagle3", frozenset(CAPABILITIES.split()), options, implementation)]

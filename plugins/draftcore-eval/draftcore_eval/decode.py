@@ -165,11 +165,13 @@ class Clock:
 def evaluate_prompts(
     runner: DecodeRunner, prompts: Prompts, config: EvalOptions,
     show: Callable[[int], None] = lambda done: None,
+    text: Callable[[Sequence[int]], str] | None = None,
 ) -> Report:  # fmt: skip
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
-    Prompts are decoded in batches of like length; `show` gets how many are done. Raises
-    DraftcoreError where the output differs from the reference by more than a tie.
+    Prompts are decoded in batches of like length; `show` gets how many are done; `text` writes tokens
+    as text for the report. Raises DraftcoreError where the output differs from the reference by more
+    than a tie.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     clock, ties, results = Clock(), list[Tie](), dict[int, Decoded]()
@@ -188,6 +190,7 @@ def evaluate_prompts(
         [results[i] for i in range(len(prompts))],
         runner.drafter.num_drafts,
         depth_of(runner.drafter),
+        text,
         lossless=True if config.temperature == 0 else None,
         ties=tuple(ties),
         draft_seconds=clock.draft / max(1, clock.rounds),

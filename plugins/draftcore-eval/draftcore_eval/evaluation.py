@@ -10,25 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from importlib_metadata import PackageNotFoundError, version
-
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun, Prompts
+from draftcore.contracts.runner import Runner
 from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.progress import Progress
+from draftcore_eval.card import versions, write_card
 from draftcore_eval.decode import evaluate_prompts
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
 from draftcore_eval.runner import DecodeRunner
-
-
-def versions(*names: str) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
-    there = dict[str, str]()
-    for name in names:
-        with suppress(PackageNotFoundError):
-            there[name] = version(name)
-    return there
+from draftcore_eval.serving import Size, forecast
 
 
 class Decoding:
@@ -36,12 +28,18 @@ class Decoding:
 
     def __init__(self, run: OpenRun, options: EvalOptions) -> None:
         self.run, self.options = run, options
+
+    @functools.cached_property
+    def runner(self) -> Runner:
+        """What decodes, opened when something is to be decoded; raises UsageError where it cannot."""
+        run, options = self.run, self.options
         longest = run.data.longest + options.max_new_tokens
-        self.runner = run.open_runner(
+        runner = run.open_runner(
             "decode", run.config.runner.decode,
             rows=options.batch, longest=longest, temperature=options.temperature,
         )  # fmt: skip
-        self.runner.check(run.target)
+        runner.check(run.target)
+        return runner
 
     def decoder(self, draft: OpenDraft, built: Draft) -> DecodeRunner:
         """Return what decodes with the draft, whose weights may be updated in place meanwhile."""
@@ -75,11 +73,13 @@ class Decoding:
                 "the rows that the draft was trained on\n"
                 "  set data.chat_template and data.template_options as in the run that trained it"
             )
-        ids = prompts.token_ids
+        ids, text = prompts.token_ids, None
+        with suppress(UsageError):  # a target may know token ids alone
+            text = run.target.load_tokenizer().decode
         device = run.target.load_model().device
         built.module.to(device).eval()
         with Progress(len(ids), verb="decoding", every=options.batch) as progress:
-            report = evaluate_prompts(self.decoder(draft, built), ids, options, progress.show)
+            report = evaluate_prompts(self.decoder(draft, built), ids, options, progress.show, text)
         if not report.rounds:
             raise DraftcoreError(
                 f"the target ends its answer to each of {plural(len(ids), 'prompt')} with the first "
@@ -100,11 +100,36 @@ class Decoding:
             "versions": versions("draftcore", "torch", "transformers"),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        report = dataclasses.replace(report, about=about)
+        report = dataclasses.replace(
+            report, about=about, served=self.forecast(report, draft, built)
+        )
         more = draft.more_metrics(built, report.to_json())
         report = dataclasses.replace(report, more=more)
         run.observers.evaluated(step=origin["step"], report=report.to_json(), draft=draft.label)
         return report
+
+    def forecast(self, report: Report, draft: OpenDraft, built: Draft) -> dict[str, Any]:
+        """Return what the draft would gain on a server, at the context of these prompts and answers."""
+        tokens = sum(row["prompt_tokens"] + row["tokens"] / 2 for row in report.rows)
+        target = self.run.target
+        return forecast(
+            report.acceptance_by_position,
+            report.num_drafts,
+            Size.of_target(target.load_model()),
+            Size.of_draft(built.module, target),
+            parallel="parallel" in draft.algorithm.capabilities,
+            context=tokens / len(report.rows),
+            options=self.options,
+        )
+
+    def card(
+        self, draft: OpenDraft, folder: Path, report: Mapping[str, Any] | None = None
+    ) -> Sequence[str]:
+        """Write what an export is, what was measured of it and how to serve it into its README.md.
+
+        Without a report that is the newest one of the same weights, if any. Returns lines to show.
+        """
+        return write_card(draft, folder, report)
 
     def compare(self, reports: Mapping[str, Report], folder: Path) -> Sequence[str]:
         """Return a table of several drafts by label, and plot them in a folder."""
@@ -121,6 +146,7 @@ class Decoding:
             raise UsageError(
                 "a target that several devices share cannot decode: set train.eval_prompts=0"
             )
+        self.runner  # noqa: B018  what it refuses is refused now
         prompts = functools.cache(lambda: self.prompts(draft.config.train.eval_prompts))
         kept: list[tuple[Draft, DecodeRunner]] = []
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Gpu = Literal["a100", "h100", "h200", "b200", "l40s", "rtx4090", "mi300x"]
 
 
 class EvalOptions(BaseModel):
@@ -18,6 +22,10 @@ class EvalOptions(BaseModel):
     )
     seed: int = Field(0, ge=0, lt=2**32, description="of what is drawn above 0")
     tie_bound: float | None = Field(None, gt=0, le=1e9, description="top-2 logit gap that is a tie")
+    gpu: Gpu = Field("h100", description="the server's, for what the draft would gain there")
+    requests: int = Field(
+        8, ge=1, le=1024, description="that the server runs at once; drafts are advised for them"
+    )
 
     @field_validator("temperature")
     @classmethod

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from draftcore.errors import plural
 from draftcore.files import write_atomic
+from draftcore_eval import serving
 
 
 @dataclass
@@ -54,7 +56,8 @@ class Report:
     """Figures of one evaluation; times are seconds per round of the whole batch.
 
     `lossless` is None where no output was compared with the target's own. `about` says what was
-    evaluated: draft, target, data, settings, versions; `rows` has the figures of each prompt.
+    evaluated: draft, target, data, settings, versions; `rows` has the figures and texts of each prompt.
+    `served` is what a server would gain, by `serving.forecast`.
     """
 
     prompts: int
@@ -70,15 +73,19 @@ class Report:
     draft_seconds: float
     verify_seconds: float
     plain_seconds: float
-    rows: tuple[Mapping[str, float], ...] = ()
+    rows: tuple[Mapping[str, Any], ...] = ()
+    served: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, float] = field(default_factory=dict)  # what `eval_metrics` added
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def count(
-        cls, decoded: Sequence[Decoded], num_drafts: int, depth: int, **others: Any
-    ) -> Report:
+        cls, decoded: Sequence[Decoded], num_drafts: int, depth: int,
+        text: Callable[[Sequence[int]], str] | None = None, **others: Any,
+    ) -> Report:  # fmt: skip
         """Count what was decoded; `others` are the fields that are not counted.
+
+        `text` writes tokens as text, where the target has a tokenizer.
 
         `depth` is how many of the drafts of a round can be accepted: all, unless they are a tree. A
         prompt whose first token ended it has no round. The interval of the length is a bootstrap over
@@ -109,6 +116,7 @@ class Report:
                     "tokens": len(d.tokens),
                     "rounds": len(d.accepted),
                     "acceptance_length": (len(d.tokens) - 1) / max(1, len(d.accepted)),
+                    **({"prompt": text(d.prompt), "continuation": text(d.tokens)} if text else {}),
                 }
                 for d in decoded
             ),
@@ -116,14 +124,22 @@ class Report:
         )
 
     @property
-    def break_even_length(self) -> float:
-        """The acceptance length above which decoding with the draft is faster than without."""
-        return (self.draft_seconds + self.verify_seconds) / self.plain_seconds
+    def speed_here(self) -> float:
+        """How many times as fast as the target alone this process decoded, as busy as it was."""
+        round_seconds = self.draft_seconds + self.verify_seconds
+        return self.acceptance_length * self.plain_seconds / round_seconds
+
+    @property
+    def acceptance_given_before(self) -> tuple[float, ...]:
+        """By position, the share of accepted drafts where all before were accepted."""
+        rates = (1.0, *self.acceptance_by_position)
+        return tuple(rate / before if before else 0.0 for before, rate in itertools.pairwise(rates))
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
         head = {"about": data.pop("about"), **data.pop("more")}
-        return {**head, **data, "break_even_length": self.break_even_length}
+        given = {"acceptance_given_before": self.acceptance_given_before}
+        return {**head, **data, **given, "speed_here": self.speed_here}
 
     def write(self, folder: Path) -> None:
         """Write report.json and acceptance.png."""
@@ -134,25 +150,38 @@ class Report:
         """The rows of the table that people read."""
         low, high = self.acceptance_length_95
         length = f"{self.acceptance_length:.2f}   (95 %: {low:.2f} to {high:.2f})"
-        even = self.break_even_length
-        here = "does" if self.acceptance_length > even else "does not"
-        pays = f"{even:.2f}   (above it the draft makes decoding faster; here it {here})"
         lossless = f"yes: {self.prompts} of {self.prompts} outputs are the target's own"
         if self.ties:
             lossless += f", {plural(len(self.ties), 'tie')} resolved"
-        times = (self.draft_seconds, self.verify_seconds, self.plain_seconds)
+        draft, verify, plain = (
+            f"{1e3 * seconds:.1f}"
+            for seconds in (self.draft_seconds, self.verify_seconds, self.plain_seconds)
+        )
+        here = f"{self.speed_here:.2f}x of the target alone: {draft} + {verify} ms to draft and verify "
+        here += f"a round, {plain} ms a plain step"
         prompts = f"{self.prompts} ({self.tokens} tokens in {self.rounds} rounds)"
         if trained := self.about.get("trained_on"):
             prompts += f"; {trained} of them were trained on"
         return [
             ("acceptance length", length),
-            ("break-even length", pays),
-            ("by position", "  ".join(f"{rate:.2f}" for rate in self.acceptance_by_position)),
+            ("by position", _rates(self.acceptance_by_position)),
+            ("if those before it were", _rates(self.acceptance_given_before)),
             ("lossless", lossless if self.lossless else "not checked (sampling)"),
             ("prompts", prompts),
-            ("draft / verify / plain step", " / ".join(f"{1e3 * t:.1f}" for t in times) + " ms"),
+            ("speed here", here),
+            *self.served_lines(),
             *((name, f"{value:.4g}") for name, value in self.more.items()),
         ]
+
+    def served_lines(self) -> list[tuple[str, str]]:
+        """The rows on a server, of which none was asked."""
+        if not self.served:
+            return []
+        (name, *head), *rows = serving.table(self.served)
+        title = f"on one {self.served['gpu']}, modelled"
+        lines = [(title, "".join(f"{cell:7}" for cell in head) + name)]
+        lines += [(f"  {name}", "".join(f"{c:7}" for c in cells).rstrip()) for name, *cells in rows]
+        return [*lines, ("to serve", serving.advice(self.served))]
 
 
 def plot(reports: Mapping[str, Report], file: Path) -> None:
@@ -182,18 +211,23 @@ def plot(reports: Mapping[str, Report], file: Path) -> None:
 
 def comparison(reports: Mapping[str, Report]) -> list[str]:
     """Return a table of several drafts side by side, a line each."""
-    rows = [("draft", "acceptance length", "95 %", "break-even", "step", "lossless")]
+    rows = [("draft", "acceptance length", "95 %", "to serve, modelled", "step", "lossless")]
     for label, report in reports.items():
         low, high = report.acceptance_length_95
         lossless = f"{report.prompts} of {report.prompts}" if report.lossless else "not checked"
         figures = f"{report.acceptance_length:.2f}", f"{low:.2f} to {high:.2f}"
         step = str(report.about.get("step", ""))
-        rows.append((label, *figures, f"{report.break_even_length:.2f}", step, lossless))
+        gain = f"{serving.gain(report.served):.2f}x by {report.served['num_drafts']} drafts"
+        rows.append((label, *figures, gain, step, lossless))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _rates(values: Sequence[float]) -> str:
+    return "  ".join(f"{value:.2f}" for value in values)
 
 
 def _ratio(top: Any, bottom: Any) -> Any:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from draftcore import open_run
+from draftcore.contracts.run import OpenDraft
+from draftcore.files import EXPORT
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -39,11 +41,24 @@ def evaluate(
                 say(f"{name:28}  {value}")
             report.write(folder)
             say(f"{'report and plot':28}  {folder}")
+            places = dict.fromkeys(filter(None, (exported, draft_run.folder / "export")))
+            for line in card_lines(evaluation, draft_run, places, report.to_json()):
+                say(line)
         if len(reports) > 1:
             for line in ["", *evaluation.compare(reports, run.folder)]:
                 say(line)
         run.report_runners(say)
         return list(reports.values())
+
+
+def card_lines(
+    evaluation: Any, draft: OpenDraft, exports: Iterable[Path], report: Mapping[str, Any]
+) -> Iterator[str]:
+    """Write the cards of those exports of a draft that are there; an evaluation may write none."""
+    card = getattr(evaluation, "card", lambda *given: ())
+    for folder in exports:
+        if (folder / EXPORT).is_file():
+            yield from card(draft, folder, report)
 
 
 @click.command(name="eval", epilog="For example: draftcore eval run.yaml eval.prompts=50")

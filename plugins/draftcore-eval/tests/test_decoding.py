@@ -410,6 +410,7 @@ def test_acceptance_counts_only_tokens_that_are_kept() -> None:
     report = report_of((range(5), [2, 0], [3, 3]), (range(3), [1], [2]), num_drafts=3)
     assert report.acceptance_length == pytest.approx(6 / 3)
     assert report.acceptance_by_position == pytest.approx((2 / 3, 1 / 3, 0.0))
-    assert report.break_even_length == pytest.approx(2.0)
+    assert report.acceptance_given_before == pytest.approx((2 / 3, 1 / 2, 0.0))
+    assert report.speed_here == pytest.approx(2 * 1.5 / (1 + 2))
     low, high = report.acceptance_length_95
     assert low <= report.acceptance_length <= high

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    capabilities = frozenset({"cross_entropy", "layout:serving"})
+    capabilities = frozenset({"cross_entropy", "layout:serving", "parallel"})
     return [Offer("algorithm", "medusa", capabilities, "draftcore_medusa.options:MedusaOptions")]
 
 
