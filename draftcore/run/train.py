@@ -191,6 +191,8 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     ranks.device(config.train.device)  # one that is not here is refused before anything is opened
     run_id = ranks.on_rank0(lambda: read_run_id(run.folder))
     features = open_features(run, role)
+    every, eval_set = config.train.eval_every, bool(config.data.options and run.data.eval)
+    held_out = HeldOut(run, features) if (eval_set if every is None else every) else None
     samples = open_samples(run, features)
     checkpoints = [draft.checkpoint() for draft in run.drafts]
     resumed = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
@@ -212,9 +214,8 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
-    every, eval_set = config.train.eval_every, bool(config.data.options and run.data.eval)
-    wanted = eval_set if every is None else every  # opened before what takes hours
-    held_out = HeldOut(run, features, samples.summary.date) if wanted else None
+    if held_out is not None:
+        held_out.read(samples.summary.date)  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))

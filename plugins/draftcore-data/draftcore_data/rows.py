@@ -12,7 +12,7 @@ from draftcore.contracts.run import OpenRun, Prompts
 from draftcore.errors import UsageError
 from draftcore_data.dataset import Dataset, bounded, build_dataset, date_of, read_prompts
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.sources import finder, named, require_columns
+from draftcore_data.sources import finder, named, open_source, require_columns
 
 
 class NoImages:
@@ -74,9 +74,19 @@ class Conversations:
             )
         return sources
 
+    def _require_held_out(self) -> None:
+        """Raise UsageError for held-out data that is named and not there, or empty."""
+        sources = self.options.eval
+        if sources is not None and next(open_source(sources, self.find).rows(), None) is None:
+            raise UsageError(
+                f"data.eval: {named(sources)} holds no row\n  set it to held-out conversations in JSONL"
+            )
+
     def samples(self, part: Literal["train", "eval"], date: str = "", limit: int = 0) -> Dataset:
         """Render rows with the chat template, which is told `date`; printed is what was left out."""
-        if part == "train":  # what is held out may have other keys
+        if part == "train":
+            self._require_held_out()  # rendering these rows may take long, and those are needed later
+            # What is held out may have other keys.
             require_columns(self.sources(part), self.options.columns, self.find)
         given: Any = limit or (self.options.limit if part == "train" else None)
         dataset = build_dataset(
