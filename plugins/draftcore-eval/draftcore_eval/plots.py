@@ -16,7 +16,7 @@ import numpy as np
 
 from draftcore.files import regular, write_atomic
 
-Points = dict[str, list[tuple[int, float]]]  # by metric: steps and values
+Points = defaultdict[str, list[tuple[int, float]]]  # by metric: steps and values
 SHARES = {"acceptance_rate": "acceptance by position", "accuracy": "accuracy"}  # their titles
 NEAR = 0.02  # of a curve's points, to either side of one, that are averaged
 
@@ -25,7 +25,7 @@ def figure(panels: int = 1) -> tuple[Any, Sequence[Any]]:
     """Return a figure, and the axes of its panels, one above the other."""
     from matplotlib.figure import Figure  # 0.3 s; no pyplot, so no window system is touched
 
-    drawn = Figure(layout="constrained", figsize=(6.4, 2.4 + 2.4 * panels))
+    drawn: Any = Figure(layout="constrained", figsize=(6.4, 2.4 + 2.4 * panels))
     return drawn, drawn.subplots(panels, sharex=True, squeeze=False)[:, 0]
 
 
@@ -76,7 +76,7 @@ def plot_metrics(folder: Path) -> None:
 
 def read_metrics(file: Path) -> tuple[Points, Points]:
     """Return what metrics.jsonl has of training, and of held-out rows; nothing of a line half written."""
-    trained, held_out = defaultdict(list), defaultdict(list)
+    trained, held_out = Points(list), Points(list)
     for text in regular(file).read_text().splitlines() if file.exists() else ():
         with suppress(ValueError):
             line = json.loads(text)
