@@ -14,26 +14,31 @@ class TensorBoard(Tracker):
     name = module = "tensorboard"
 
     def open(self, run: Path, run_id: str, config: Mapping[str, Any]) -> None:
+        self.folder, self.writers = run / "tensorboard", dict[str, Any]()
+        text = f"```json\n{json.dumps(config, indent=1, default=str)}\n```"
+        for draft, last in self.steps.items():
+            self.writer(draft).add_text("config", text, last)
+
+    def writer(self, draft: str) -> Any:
+        """Return a draft's writer. Readers leave out what an earlier start wrote of later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
-        text = f"```json\n{json.dumps(config, indent=1, default=str)}\n```"
-        self.writers = dict[str, Any]()
-        for draft, last in self.steps.items():
-            # Readers leave out what an earlier start wrote of steps that are made again.
+        if draft not in self.writers:
+            last = self.steps.get(draft)
             purge = last + 1 if last else None
-            self.writers[draft] = SummaryWriter(run / "tensorboard" / draft, purge_step=purge)
-            self.writers[draft].add_text("config", text, last)
+            self.writers[draft] = SummaryWriter(self.folder / draft, purge_step=purge)
+        return self.writers[draft]
 
     def log(self, step: int, figures: Mapping[str, float], draft: str) -> None:
         for name, value in figures.items():
-            self.writers[draft].add_scalar(name, value, step)
+            self.writer(draft).add_scalar(name, value, step)
 
     def picture(self, file: Path, draft: str) -> None:
         import numpy as np
         from PIL import Image
 
         pixels = np.asarray(Image.open(file).convert("RGB"))
-        self.writers[draft].add_image("metrics", pixels, self.step, dataformats="HWC")
+        self.writer(draft).add_image("metrics", pixels, self.step, dataformats="HWC")
 
     def close(self, reason: str) -> None:
         for writer in self.writers.values():
