@@ -492,7 +492,12 @@ def trackers(session: nox.Session) -> None:
     needs = sorted({line for lines in project["optional-dependencies"].values() for line in lines})
     over = packages(session, "trackers-libraries", f"-c constraints.txt {' '.join(needs)}")
     python = environment(session, "trackers", *PLUGINS, under=(over, BASE))
-    pytest(session, python, str(folder / "tests" / "with_libraries.py"), *session.posargs)
+    tests = (
+        str(folder / "tests" / "with_libraries.py"),
+        "-n",
+        "0",
+    )  # of one run, which is tracked by all
+    pytest(session, python, *tests, *session.posargs)
     passed(session)
 
 

@@ -49,7 +49,7 @@ class Tracker(ABC):
     def run_started(self, run: Path, config: Mapping[str, Any]) -> None:
         self.steps = {draft: last_step(run / draft) for draft in config.get("drafts") or [""]}
         self.every = config["train"].get("log_every", 1)
-        self.run, self.step, self.known = run, 0, -1
+        self.step, self.known = 0, -1
         self.calls, self.error = SimpleQueue[Callable[[], None] | None](), list[BaseException]()
         self.thread = Thread(target=self.work, daemon=True)  # which no process waits for
         self.thread.start()

@@ -24,7 +24,7 @@ class Trackio(Tracker):
             resume="allow",
             embed=False,
         )
-        self.known = getattr(self.tracked, "_next_step", 0) - 1
+        self.known = getattr(self.tracked, "_next_step", 0) - 1  # of no public name
 
     def log(self, step: int, figures: Mapping[str, Any], draft: str) -> None:
         if step > self.known:
