@@ -38,7 +38,7 @@ class TensorBoard(Tracker):
         from PIL import Image
 
         pixels = np.asarray(Image.open(file).convert("RGB"))
-        self.writer(draft).add_image("metrics", pixels, self.step, dataformats="HWC")
+        self.writer(draft).add_image("curves", pixels, self.step, dataformats="HWC")
 
     def close(self, reason: str) -> None:
         for writer in self.writers.values():

@@ -37,7 +37,7 @@ class WeightsAndBiases(Tracker):
             self.tracked.log(labelled(figures, draft), step=step)
 
     def picture(self, file: Path, draft: str) -> None:
-        self.log(self.step, {"metrics": self.picture_of(str(file))}, draft)
+        self.log(self.step, {"curves": self.picture_of(str(file))}, draft)
 
     def close(self, reason: str) -> None:
         self.tracked.finish(exit_code=1 if reason == "failed" else 0)

@@ -119,7 +119,7 @@ def test_tensorboard(run: Path) -> None:
             for name in tags["scalars"]
         }
         require_told(run, scalars, draft)
-        assert (tags["images"], tags["tensors"]) == (["metrics"], ["config/text_summary"])
+        assert (tags["images"], tags["tensors"]) == (["curves"], ["config/text_summary"])
         assert (
             b'"max_steps": 6'
             in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
@@ -162,7 +162,7 @@ def test_wandb_offline(run: Path, environment: Path) -> None:
             if name.startswith(draft)
         }
         require_told(run, mine, draft)
-        assert mine["metrics/_type"] == [(4, "image-file"), (6, "image-file")]
+        assert mine["curves/_type"] == [(4, "image-file"), (6, "image-file")]
 
 
 def test_mlflow(run: Path) -> None:
@@ -225,6 +225,7 @@ def test_trackers_that_fail_say_so_once_and_end_no_run(
     assert "wandb login" in done.output
 
 
+# Not wandb, which sets a variable for processes that are started later.
 class TestMLflow(ObserverSuite):
     plugin = "draftcore_trackers.mlflow:plugin"
 
@@ -235,9 +236,3 @@ class TestTensorBoard(ObserverSuite):
 
 class TestTrackio(ObserverSuite):
     plugin = "draftcore_trackers.trackio:plugin"
-
-
-class TestWeightsAndBiases(ObserverSuite):
-    plugin = "draftcore_trackers.wandb:plugin"
-    # wandb sets a variable, by which processes that are started later find its own.
-    test_it_changes_nothing_that_it_is_told = None  # type: ignore[assignment]
