@@ -253,12 +253,12 @@ class Run(OpenRun):
         options = {k: n for d in self.drafts if d.options for k, n in vars(d.options).items()}
         counts = [f"algorithm.options.{k}={n}, " for k, n in options.items() if type(n) is int]
         _, step = self.step_memory([self.data.longest] * self.config.train.batch)
+        taken = f", where a step takes up to {format_size(step)} beside weights" * (step > 0)
         free = format_size(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         raise DraftcoreError(
             f"{' '.join(re.split(r'(?<=[.]) ', raised(error))[:3])}\n"
             f"  asked: train.batch={self.config.train.batch}, data.max_length={self.data.longest}, "
-            f"{''.join(counts)}vocabulary {self.target.vocab_size}, where a step takes up to "
-            f"{format_size(step)} beside weights; free beside GPUs: {free}\n"
+            f"{''.join(counts)}vocabulary {self.target.vocab_size}{taken}; free beside GPUs: {free}\n"
             "  lower these, in this order, in another run folder, and eval.batch to evaluate; or set "
             "topology.producers, to capture in other processes, or train.shard, to divide drafts\n"
             "  `draftcore plan` says what each comes to"

@@ -20,7 +20,6 @@ import torch
 from draftcore import Plan
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenDraft, OpenRun, Samples
-from draftcore.errors import plural
 from draftcore.uris import format_size
 from draftcore_tools.costs import (
     Device,
@@ -96,7 +95,7 @@ class RunPlan:
             said = f"{size:,} tokens cover {share:.2%} of what is learned"
             yield f"draft vocabulary {label}".rstrip(), said
         padding = f"{self.padding:.1%} of a batch of {self.batch} is padding"
-        yield "steps", f"{self.steps:,} in {plural(self.epochs, 'epoch')}, {padding}"
+        yield "steps", f"{self.steps:,} in {self.epochs} epoch{'s' * (self.epochs > 1)}, {padding}"
         if self.store_bytes:
             free = f", {format_size(self.disk_free)} are free there" if self.disk_free else ""
             yield "store", f"{format_size(self.store_bytes)} in {self.store}{free}"
