@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_tools.memory import step_memory, zero_sample
 
-from draftcore import open_run, step_memory
+from draftcore import open_run
 from draftcore.contracts.algorithm import DataSummary, StepContext
 from draftcore.training.compiled import Compiled
-from draftcore.training.loop import collate, zero_sample
+from draftcore.training.loop import collate
 from draftcore.training.optimizer import build_optimizer
 
 CASES = ("eagle3:1x2048", "eagle3:2x2048", "dflash:1x2048", "dflash:2x1024", "domino:1x2048")

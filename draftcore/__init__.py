@@ -21,7 +21,6 @@ FUNCTIONS = {
     "open_checkpoint": "training.checkpoint",
     "open_draft": "drafts",
     "Plan": "data.plan",
-    "step_memory": "training.memory",
 }
 __all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
 

@@ -36,7 +36,6 @@ from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, best, latest, missing, open_checkpoint
-from draftcore.training.memory import step_memory
 from draftcore.training.ranks import SINGLE_RANK
 from draftcore.uris import format_size
 
@@ -267,11 +266,12 @@ class Run(OpenRun):
     def step_memory(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Return what all drafts take between steps, and the most that a step on such rows takes more.
 
-        Both are 0 where nobody knows.
+        Both are 0 where nobody knows, or is here to say.
         """
         masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
         with suppress(Exception):  # of an algorithm that reads what features hold
-            taken = [step_memory(draft, masks) for draft in self.drafts]
+            hook: Any = self.bind("memory", name := catalog.default("memory")).hook
+            taken = [hook.step_memory(name=name, draft=d, masks=masks) for d in self.drafts]
             return sum(held for held, _ in taken), max(peak - held for held, peak in taken)
         return 0, 0
 

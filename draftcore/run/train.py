@@ -310,6 +310,7 @@ def require_memory(parts: TrainerParts) -> None:
     target = run.target.weight_bytes() // run.target.devices if here else 0
     rows = max(plan.batches, key=lambda rows: len(rows) * plan.padded(rows))
     held, step = run.step_memory(plan.lengths[list(rows)].tolist())
+    held = held or 16 * sum(p.numel() for t in parts.trainers for p in t.parameters)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if (need := target + held + int(LEAST * step)) > free:
         raise UsageError(

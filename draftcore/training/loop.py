@@ -64,13 +64,6 @@ def collate(
     return dataclasses.replace(batch.to(device), host_mask_BT=batch.loss_mask_BT)
 
 
-def zero_sample(request: FeatureRequest, width: int, mask_T: Tensor) -> Sample:
-    """Return a sample of zeros with this loss mask."""
-    forms, tokens_T = request.feature_specs(width).items(), torch.zeros_like(mask_T).long()
-    features = {n: torch.zeros(len(mask_T), s, dtype=getattr(torch, d)) for n, (s, d) in forms}
-    return Sample(algorithm.SampleId("", 1), tokens_T, mask_T, features)
-
-
 @dataclasses.dataclass
 class StepStatus:
     """What a rank tells the others before a step is taken: of its share of it, and of the step before."""
@@ -357,8 +350,10 @@ class Trainer:
             output = self.forward_backward(batch.samples, last=last)
             self.current_step.outputs.append((batch.planned, output))
         elif self.sharded:  # all ranks call FSDP alike: here on a row without loss
-            mask_T = torch.zeros(8, dtype=torch.bool)
-            nothing = zero_sample(self.request, self.draft.run.width, mask_T)
+            forms = self.request.feature_specs(self.draft.run.width).items()
+            features = {n: torch.zeros(8, s, dtype=getattr(torch, d)) for n, (s, d) in forms}
+            tokens, mask = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.bool)
+            nothing = Sample(algorithm.SampleId("", 1), tokens, mask, features)
             self.forward_backward([nothing], last=last)
 
     def forward_backward(self, samples: Sequence[Sample], *, last: bool) -> StepOutput:

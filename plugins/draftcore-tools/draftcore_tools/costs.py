@@ -1,6 +1,6 @@
 """What devices can do, and what a target and a draft's step ask of them.
 
-A draft's step is measured by `draftcore.step_memory`, with tensors that hold nothing, and its operations
+A draft's step is measured by `step_memory`, with tensors that hold nothing, and its operations
 with it. A target's figures follow from the sizes of its weights, which are not read.
 """
 
@@ -19,10 +19,10 @@ from draftcore_nn.target import EXPERTS, active_width, largest
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftcore import step_memory
 from draftcore.contracts.run import OpenDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError, nearest
+from draftcore_tools.memory import step_memory
 
 REACHED = 0.77  # of the published operations, by large products (docs/performance.md)
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

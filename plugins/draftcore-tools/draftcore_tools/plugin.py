@@ -14,7 +14,9 @@ from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from draftcore.contracts.run import OpenRun
+    from torch import Tensor
+
+    from draftcore.contracts.run import OpenDraft, OpenRun
     from draftcore_tools.one_row import OneRowOptions, OneRowRun
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -190,7 +192,8 @@ def plan(
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")]
+    one_row = Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")
+    return [one_row, Offer("memory", "fake-tensors")]
 
 
 @hookimpl
@@ -198,6 +201,13 @@ def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRowRun:
     from draftcore_tools.one_row import OneRowRun
 
     return OneRowRun(run, options)
+
+
+@hookimpl
+def step_memory(draft: OpenDraft, masks: Sequence[Tensor]) -> Sequence[int]:
+    from draftcore_tools import memory
+
+    return memory.step_memory(draft, masks)
 
 
 @hookimpl

@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 from draftcore_sdk.targets import conversations, tiny_target
+from draftcore_tools.memory import ADAMW, Storages, step_memory, zero_sample
 
-from draftcore import open_run, step_memory
+from draftcore import open_run
 from draftcore.contracts.algorithm import DataSummary, StepContext
-from draftcore.training.loop import collate, zero_sample
-from draftcore.training.memory import ADAMW, Storages
+from draftcore.training.loop import collate
 
 QWEN3_8B = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,

@@ -7,8 +7,10 @@ as sizes follow from their values. Storages are counted as they come and go, for
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from draftcore.contracts.algorithm import DataSummary, StepContext
+from draftcore.contracts.algorithm import DataSummary, Sample, SampleId, StepContext
+from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenDraft
-from draftcore.training.loop import collate, zero_sample
-from draftcore.training.metrics import weighted
 
 aten = torch.ops.aten
 VALUES: Any = {aten._local_scalar_dense.default: lambda x: 1}
@@ -59,7 +60,14 @@ class Storages(FakeTensorMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def step_memory(draft: OpenDraft, masks: list[Tensor]) -> tuple[int, int]:
+def zero_sample(request: FeatureRequest, width: int, mask_T: Tensor) -> Sample:
+    """Return a sample of zeros with this loss mask."""
+    forms, tokens_T = request.feature_specs(width).items(), torch.zeros_like(mask_T).long()
+    features = {n: torch.zeros(len(mask_T), s, dtype=getattr(torch, d)) for n, (s, d) in forms}
+    return Sample(SampleId("", 1), tokens_T, mask_T, features)
+
+
+def step_memory(draft: OpenDraft, masks: Sequence[Tensor]) -> tuple[int, int]:
     """Return the bytes that a draft takes between steps, and at most in one on rows of these loss masks.
 
     It is computed uncompiled. Raises whatever the algorithm does where tensors have no values.
@@ -78,11 +86,11 @@ def step_memory(draft: OpenDraft, masks: list[Tensor]) -> tuple[int, int]:
         held, storages.real, storages.peak = sum(storages.sizes.values()), LARGE, 0
         samples = [zero_sample(request, run.width, mask) for mask in masks]
         for _ in range(min(2, train.accumulate or run.config.topology.ranks)):
-            asked |= {"batch": collate(draft, request, samples, torch.device("cpu"))}
+            batch = hook.collate(samples=samples, **asked)
+            batch = dataclasses.replace(batch, host_mask_BT=batch.loss_mask_BT)
+            step = {"draft": built, "batch": batch, "context": StepContext(1, 2, 0)}
             with torch.autocast("cpu", torch.bfloat16, train.precision != "fp32"):
-                terms = weighted(
-                    hook.forward_loss(draft=built, context=StepContext(1, 2, 0), **asked)
-                )
-            for term, (numerator, _) in enumerate(terms, 1):
+                terms = hook.forward_loss(**step, **asked).terms
+            for term, (numerator, *_) in enumerate(terms, 1):
                 numerator.backward(retain_graph=term < len(terms))  # type: ignore[no-untyped-call]
     return held + state, storages.peak + state
