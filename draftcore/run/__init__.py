@@ -55,6 +55,9 @@ class Run(OpenRun):
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
         self.selected = dict[tuple[str, str], Binding]()
         self.opened_evaluation: Evaluation | None = None
+        for offer in (offer for p in registry.extras(config.plugins) for offer in p.offers):
+            if offer.kind == "observer" and (lacks := offer.lacks()):
+                raise UsageError(lacks)
         self.capture = self.select("capture", config.capture)
         for key in {"batches", "channel", "store"} & config.model_fields_set:
             if (name := getattr(config, key).partition(":")[0]) != "auto":
@@ -86,7 +89,8 @@ class Run(OpenRun):
         self.width = int(self.target.text_config.hidden_size)
         labels = config.drafts or [""]
         self.drafts: tuple[DraftRun, ...] = tuple(DraftRun(self, label) for label in labels)
-        watching = (Registry(()), ()) if ranks.rank else (registry, config.plugins)
+        always = {catalog.default("observer")} & registry.offered("observer").keys()
+        watching = (Registry(()), ()) if ranks.rank else (registry, [*config.plugins, *always])
         self.observers: Specs = observers(*watching)
 
     @functools.cached_property

@@ -48,7 +48,8 @@ class Storages(FakeTensorMode):  # type: ignore[no-untyped-call]
             ]
             args = (args[0], [index for indices in split for index in indices], *args[2:])
         shapes = [x for x in args if isinstance(x, list) and all(type(n) is int for n in x)]
-        large = max([1, *map(math.prod, shapes), *(x.numel() for x in tensors)]) > self.real
+        sizes = (x.numel() << (4 * x.is_floating_point()) for x in tensors)  # sizes follow from ids
+        large = max([1, *map(math.prod, shapes), *sizes]) > self.real
         operate = super().__torch_dispatch__ if fake or large else lambda f, _, a, k: f(*a, **k)
         made = operate(func, types, args, kwargs)
         for storage in (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)):

@@ -50,8 +50,9 @@ def data() -> None:
 @click.option("--in-process", is_flag=True, help="The run's target here, greedy; no server.")
 @click.option("--model", help="The model's name at the servers; if they have one, that.")
 @click.option(
-    "--concurrency", type=click.IntRange(1, 10_000), default=32, show_default=True,
-    help="Conversations under way at a time; in process, rows of a batch.",
+    "--concurrency", type=click.IntRange(1, 10_000),
+    help="Conversations under way at a time; as many as servers keep up with, up to 256 each, if not "
+    "given. In process, rows of a batch: 32.",
 )  # fmt: skip
 @click.option("--rows", type=click.IntRange(1), help="Read this many rows at most.")
 @click.option(
@@ -73,7 +74,7 @@ def data() -> None:
 @click.pass_context
 def regenerate(
     ctx: click.Context, /, source: str, overrides: tuple[str, ...], out: Path,
-    endpoints: tuple[str, ...], in_process: bool, model: str | None, concurrency: int,
+    endpoints: tuple[str, ...], in_process: bool, model: str | None, concurrency: int | None,
     rows: int | None, timeout: float, patience: float, **sampling: Any,
 ) -> None:  # fmt: skip
     """Have the target answer the conversations of a run or a source anew.
@@ -83,7 +84,7 @@ def regenerate(
     failed are listed beside the file, and the exit status is then 1.
     """
     given = {key: value for key, value in sampling.items() if value is not None}
-    if bool(endpoints) == in_process:
+    if endpoints and in_process:
         raise UsageError("who answers?\n  give --endpoint URL, one or more, or --in-process")
     if in_process and (sampled := ", ".join(sorted(given.keys() - {"max_tokens"}))):
         raise UsageError(
@@ -95,10 +96,13 @@ def regenerate(
 
     questions = Questions.read(source, overrides, rows, given, ctx.obj)
     if in_process:
-        job = from_target(questions, out, concurrency)
+        job = from_target(questions, out, concurrency or 32)
+    elif not endpoints:
+        remedy = "give --endpoint URL, one or more, or --in-process"
+        raise UsageError(f"who answers?\n  {remedy}\n{questions.who_answers()}")
     else:
-        servers = Endpoints(endpoints, timeout, patience)
-        job = from_servers(questions, out, concurrency, servers, model)
+        servers = Endpoints(endpoints, timeout, patience, concurrency, questions.who_answers)
+        job = from_servers(questions, out, servers, model)
     for line in job.summary(out):
         click.echo(line)
     if job.failed:
@@ -180,7 +184,7 @@ def check(run: OpenRun, dataset: Dataset, rows: int, max_tokens: int, as_json: b
 def describe() -> Sequence[Offer]:
     return [
         Offer("samples", "conversations", options="draftcore_data.options:DataOptions"),
-        *(Offer("source", name) for name in ("files", "hf", "jsonl")),
+        *(Offer("source", name) for name in ("files", "hf")),
         Offer("images", "processor"),
     ]
 
@@ -195,10 +199,9 @@ def samples(name: str, run: OpenRun, options: DataOptions) -> Conversations:
 @hookimpl
 def source(name: str, uri: str) -> Source:
     from draftcore_data.files import open_files
-    from draftcore_data.sources import open_lines
     from draftcore_data.tables import open_table
 
-    return {"files": open_files, "hf": open_table, "jsonl": open_lines}[name](uri)
+    return open_table(uri) if name == "hf" else open_files(uri)
 
 
 @hookimpl

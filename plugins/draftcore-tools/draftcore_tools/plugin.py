@@ -127,20 +127,30 @@ def config(
 
 
 @click.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", metavar="CONFIG|MODEL")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--device", help="A device as h100, of a table; the run's is measured if not given.")
 @click.option("--rows", type=click.IntRange(1), help="Render these first rows, and infer the rest.")
+@click.option("--gpu", help="For MODEL: the memory of a GPU.  [default: 80GB]")
+@click.option("--gpus", type=click.IntRange(1, 64), help="For MODEL: how many.  [default: 1]")
+@click.option("--disk", help="For MODEL: what may be kept there; nothing if not given.")
+@click.option("--data", help="For MODEL: conversations; some are assumed if not given.")
+@click.option("--eval", "held_out", help="For MODEL: held-out conversations.")
+@click.option("--out", type=click.Path(path_type=Path), help="For MODEL.  [default: run.yaml]")
+@click.option("--force", is_flag=True, help="Replace the file that lies there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
 def plan(
-    registry: Any, config: Path, overrides: tuple[str, ...], device: str | None, rows: int | None,
-    as_json: bool,
+    registry: Any, config: str, overrides: tuple[str, ...], device: str | None, rows: int | None,
+    out: Path | None, force: bool, as_json: bool, **for_model: Any,
 ) -> None:  # fmt: skip
     """Say what a run takes, before it starts: disk, memory, hours.
 
     No weights are read. Rows are rendered, as `train` then finds them, but for --rows: those are
     rendered aside. Where the device's memory does not suffice, it says what to lower.
+
+    For a MODEL, which is a folder, a Hugging Face id or the name of a known target, a CONFIG is written
+    first, whose settings fit, each with its reason.
     """
     import json
     import tempfile
@@ -148,10 +158,30 @@ def plan(
     from draftcore import open_run
     from draftcore_tools.plan import plan_run
 
-    with tempfile.TemporaryDirectory() as folder:
-        aside = (f"run={folder}/run",) if rows else ()
-        with open_run(config, (*overrides, *aside), registry) as run:
-            planned = plan_run(run, device=device, rows=rows or 0)
+    planned: Any
+    if config.endswith((".yaml", ".yml")) or Path(config).is_file():
+        if asked := [
+            name for name, value in {**for_model, "out": out}.items() if value is not None
+        ]:
+            raise UsageError(
+                f"{', '.join(asked)} choose settings of a new run, and {config} has its own\n"
+                "  leave them out, or name a model in its place"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            aside = (f"run={folder}/run",) if rows else ()
+            with open_run(Path(config), (*overrides, *aside), registry) as run:
+                planned = plan_run(run, device=device, rows=rows or 0)
+    else:
+        if (file := out or Path("run.yaml")).exists() and not force:
+            raise UsageError(
+                f"{file} is there\n  write another, --out FILE, or replace it: --force"
+            )
+        from draftcore.files import write_atomic
+        from draftcore_tools.suggest import suggest
+
+        planned = suggest(config, overrides, registry, device=device or "h100", **for_model)
+        write_atomic(file, planned.text())
+        click.echo(f"wrote {file}", err=as_json)
     if as_json:
         click.echo(json.dumps(planned.to_json(), indent=1))
     for name, value in () if as_json else planned.lines():
