@@ -159,7 +159,7 @@ def test_there_is_a_suite_for_every_kind() -> None:
     assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *kinds}
     assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == kinds
     known = check.WRAPPED | check.OBSERVED | check.UNTRIED | check.AROUND.keys()
-    assert known == {*hooks()} - {"describe", "commands", "ranks", "launch"}
+    assert known == {*hooks()} - {"describe", "commands", "ranks", "launch", "step_memory"}
 
 
 def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:

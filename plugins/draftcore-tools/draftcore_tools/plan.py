@@ -309,7 +309,9 @@ def hours(run: OpenRun, memory: Memory, trained: float, captured: float) -> dict
     training, over = 0.0, COMPILED if memory.compiled else EAGER
     for draft in run.drafts:
         cost, precision = memory.steps[draft.label], draft.config.train.precision
-        rate = machine.rate(precision if precision != "auto" else "bf16") * config.topology.ranks
+        if precision == "auto":
+            precision = "fp32" if machine.name == "cpu" else "bf16"
+        rate = machine.rate(precision) * config.topology.ranks
         training += math.nan if cost is None else trained * cost.operations * over / rate / 3600
     return {
         "capture": capture,

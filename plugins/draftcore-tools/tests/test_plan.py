@@ -46,7 +46,8 @@ def big(tmp_path: Path) -> Path:
 def test_a_run_on_an_8b_target_is_planned_from_a_config_alone_and_said_how_it_fits(
     big: Path, cli: Any
 ) -> None:
-    plan = json.loads(cli("plan", big, "--device", "rtx5090", "--json", "train.batch=8").stdout)
+    sizes = "train.batch=8", "train.precision=fp32"
+    plan = json.loads(cli("plan", big, "--device", "rtx5090", "--json", *sizes).stdout)
     memory = plan["memory"]
     assert (plan["rows"], plan["steps"], plan["fits"]) == (16, 6, False)
     assert plan["store_bytes"] == plan["tokens"] * 4 * 4096 * 2
