@@ -86,7 +86,7 @@ class TuningConfig(Section):
     clip: float | None = Field(None, gt=0, le=1e9, description="gradient norm; or the algorithm's")
     weight_decay: float = Field(0.0, ge=0, le=100)
     betas: tuple[Share, Share] = (0.9, 0.999)
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU")
 
 
 class TrainConfig(TuningConfig):
@@ -94,9 +94,7 @@ class TrainConfig(TuningConfig):
     max_steps: Free[Count | None] = Field(None, description="stop after this many steps")
     batch: Count = Field(8, description="rows captured and trained together")
     accumulate: Free[Count | None] = Field(None, description="batches a step; unset: one a rank")
-    prefetch: Free[Count | None] = Field(
-        None, description="batches ready ahead, per rank; unset: 2, or two per producer"
-    )
+    prefetch: Free[Count | None] = Field(None, description="batches ready a rank; unset: 2 or more")
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
     compile: Free[Literal["auto"] | bool] = Field("auto", description="auto: on CUDA if it repays")
     device: Free[str] = Field("auto", description="as target.device")
@@ -104,7 +102,9 @@ class TrainConfig(TuningConfig):
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
     checkpoint_every: Free[Count] = Field(500, description="steps between checkpoints")
     keep_checkpoints: Free[Count] = 2
-    eval_every: Free[Count | None] = Field(None, description="steps between evaluations")
+    eval_every: Free[int | None] = Field(
+        None, ge=0, le=10**9, description="steps between evaluations; unset: an epoch; 0: none"
+    )
     eval_samples: Free[Count] = Field(64, description="samples whose loss is measured each time")
     eval_prompts: Free[int] = Field(8, ge=0, le=10**9, description="prompts decoded; 0 is none")
     rank_timeout: Free[float] = Field(300, gt=0, le=1e6, description="seconds of silence at most")

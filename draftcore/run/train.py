@@ -27,6 +27,7 @@ from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.files import hold, write_sealed
+from draftcore.progress import in_words
 from draftcore.run import DraftRun, Role, Run, changes, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
@@ -82,6 +83,8 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
                 elsewhere.end("finished" if reason in ("complete", "stopped") else "failed")
         finally:
             step = max(trainer.step for trainer in trainers)
+            if not ranks.rank:
+                write_sealed(run.folder / RUN, {**read_run(run.folder), "ended": (reason, step)})
             run.observers.run_finished(run=run.folder, step=step, reason=reason)
     say_end(parts, reason, stopped, say)
     if failed:
@@ -100,8 +103,8 @@ def say_beginning(parts: TrainerParts, say: Callable[[str], None]) -> None:
             continue
         if trainer.step:
             say(f"{draft.prefix}resuming from step {trainer.step} of {total}")
-        if about := trainer.built.about:
-            say(f"{draft.prefix}a draft of {about}")
+        about = f"a draft of {trainer.built.about}, " if trainer.built.about else ""
+        say(f"{draft.prefix}{about}trained in {trainer.precision} on {trainer.device}")
     if parts.first_step < total:
         batches, rows = plan.accumulate, plan.accumulate * plan.batch
         say(f"a step: {plural(batches, 'batch')}, {plural(rows, 'row')}")
@@ -122,7 +125,7 @@ def say_end(
             f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
         )
         if named := best(trainer.checkpoints):
-            say(f"{draft.prefix}best: {named['step']}, held-out loss {named['loss']:.4g}")
+            say(f"{draft.prefix}best: {named['step']}, held-out {in_words(named)}")
         if stop is not None:
             say(f"{draft.prefix}stopped by the plugin {stop.plugin}: {stop.reason}")
     if skipped:
@@ -208,8 +211,9 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
-    # It is opened before what takes hours.
-    held_out = HeldOut(run, features, samples.summary.date) if config.train.eval_every else None
+    every, eval_set = config.train.eval_every, bool(config.data.options and run.data.eval)
+    wanted = eval_set if every is None else every  # opened before what takes hours
+    held_out = HeldOut(run, features, samples.summary.date) if wanted else None
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))

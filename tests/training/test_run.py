@@ -64,6 +64,17 @@ def test_a_run_beyond_what_is_asked_says_where_it_stands(verb: Verb, tmp_path: P
     assert max(f.name for f in tmp_path.glob("of/run/a/checkpoints/*")) == "step-00000004"
 
 
+def test_each_epoch_ends_with_an_evaluation_and_a_checkpoint_unless_asked_otherwise(
+    verb: Verb, tmp_path: Path
+) -> None:
+    said = verb("train", "train.checkpoint_every=99", "train.eval_every=null")
+    assert "trained in fp32 on cpu\n" in said
+    assert "best: step-00000002, held-out loss 0\n" in said
+    metrics = (tmp_path / "of/run/metrics.jsonl").read_text()
+    assert re.findall(r'"step": (\d+),[^{]*"evaluation"', metrics) == ["2", "4"]
+    assert "best" not in verb("train", "train.eval_every=0", f"run={tmp_path}/never")
+
+
 @pytest.mark.parametrize("place", ["building", "a capture", "a step", "an evaluation", "a GPU"])
 def test_too_little_memory_is_answered_in_words(
     verb: Verb, monkeypatch: pytest.MonkeyPatch, place: str

@@ -49,11 +49,11 @@ def status(registry: Any, config: Path, overrides: tuple[str, ...], seconds: flo
     """
     if math.isnan(seconds):
         raise UsageError("--seconds nan is no time\n  for example --seconds 5")
-    with open_run(config, overrides, registry) as run:
-        from draftcore_disagg.status import lines
+    from draftcore import load_config
+    from draftcore_disagg.status import lines
 
-        for name, value in lines(run, seconds):
-            click.echo(f"{name:28}  {value}")
+    for name, value in lines(load_config(config, overrides), registry, seconds):
+        click.echo(f"{name:28}  {value}")
 
 
 @click.command(epilog="For example: draftcore scale run.yaml producers=24")

@@ -147,7 +147,7 @@ def prepare(settings: Any, registry: Any, row: int, lr: float | None, folder: Pa
     """Write the run on one conversation, all of it in a folder of its own."""
     given = settings.model_dump(mode="json")
     given |= {"run": str(folder / "run"), "store": f"file:{folder / 'features'}", "topology": {}}
-    tuning = {"batch": 1, "accumulate": 1, "schedule": "cosine", "eval_every": None}
+    tuning = {"batch": 1, "accumulate": 1, "schedule": "cosine", "eval_every": 0}
     given["train"] |= {**tuning, "keep_checkpoints": 1}
     (file := folder / "run.yaml").write_text(json.dumps(given))
     with open_run(file, (), registry) as run:
