@@ -13,9 +13,10 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from draftcore_eval.api import evaluate
 from draftcore_eval.evaluation import Decoding
 from draftcore_eval.options import EvalOptions
-from draftcore_eval.verb import evaluate, verb
+from draftcore_eval.verb import verb
 from draftcore_sdk.evaluations import EvaluationSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.runners import RunnerSuite
