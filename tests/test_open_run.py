@@ -144,6 +144,8 @@ def test_a_mapping_is_a_configuration_and_a_function_is_told_of_each_step(
         draftcore.train({**config, "train": {"epoch": 3}})
     with pytest.raises(UsageError, match="leave progress out"):
         draftcore.train(config, "topology.ranks=2", progress=tell)
+    elsewhere = {**config, "run": tmp_path / "ranks", "topology": {"ranks": 2}}
+    assert draftcore.train(elsewhere, say=lambda line: None).reason == "complete"
     code = (
         "import sys, draftcore; draftcore.export(sys.argv[1]);"
         "assert 'torch._dynamo' not in sys.modules and 'matplotlib' not in sys.modules"

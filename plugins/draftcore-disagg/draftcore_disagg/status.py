@@ -55,12 +55,12 @@ class DraftStatus:
 class QueueStatus:
     """What producers do for a trainer: batches that they hold, and that lie ready, `nbytes` in the store."""
 
-    producers: int = 0
-    batches_per_second: float = 0.0
-    claimed: int = 0
-    ready: int = 0
-    nbytes: int = 0
-    advice: str = ""
+    producers: int
+    batches_per_second: float
+    claimed: int
+    ready: int
+    nbytes: int
+    advice: str
 
     def lines(self) -> Iterator[tuple[str, str]]:
         yield "producers", f"{self.producers}, capturing {self.batches_per_second:.2f} batches/s"
@@ -103,7 +103,7 @@ def parts(
         advice = f"about {enough} producers would keep the ranks busy"
     elif not now["claimed"]:
         advice = "producers wait for the trainer: fewer would do"
-    held = (now[name] for name in ("claimed", "ready", "nbytes"))
+    held = now["claimed"], now["ready"], now["nbytes"]
     yield QueueStatus(now["producers"], rate, *held, advice)
 
 

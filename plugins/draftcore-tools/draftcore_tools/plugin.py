@@ -42,7 +42,7 @@ def verify(
     Both draft on the same prompts, in fp32. The first difference in captured layers, hidden states,
     log-probabilities or proposals is reported with its cause, and the exit status is 1.
     """
-    asked = {"server": server, "prompts": prompts, "run": run, "device": device}
+    asked: dict[str, Any] = {"server": server, "prompts": prompts, "run": run, "device": device}
     verdicts = api.verify(export, target, **asked, registry=ctx.obj)
     for verdict in verdicts:
         for line in verdict.lines() if not as_json else ():
