@@ -7,14 +7,14 @@ validated by the plugin's own model when it is bound. Importing this module cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftcore.contracts.offers import Free
-from draftcore.options import apply_overrides, read_yaml, validate_as
+from draftcore.options import Config, apply_overrides, read_yaml, validate_as
 from draftcore.plugins import catalog
 from draftcore.uris import require_no_secret
 
@@ -24,8 +24,8 @@ Few = Annotated[int, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
-RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl"}
-RESERVED |= {"queue.json", "run.json", "secret", "scale.json", "comparison.png", "metrics.png"}
+RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl", "secret"}
+RESERVED |= {"queue.json", "run.json", "scale.json", "comparison.png", "metrics.png", "config.json"}
 
 
 class Section(BaseModel):
@@ -164,12 +164,13 @@ class RunConfig(Section):
         return self
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML and apply overrides in order.
+def load_config(config: Config, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML, or take a mapping of what it would say, and apply overrides in order.
 
     Raises UsageError for a missing or malformed file, an override without `=`, and every key or
     value that the models above refuse, with the nearest known key.
     """
-    data = read_yaml(path)
+    data = read_yaml(config)
     apply_overrides(data, overrides)
-    return cast(RunConfig, validate_as(RunConfig, data, str(path)))
+    where = "the configuration" if isinstance(config, Mapping) else str(config)
+    return cast(RunConfig, validate_as(RunConfig, data, where))

@@ -38,8 +38,11 @@ SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 class Registry:
     """What `load` found, sorted by plugin name. A plugin is judged when it is first asked for.
 
-    A registry that is `verbose` names each plugin on stderr before it is imported.
+    A registry that is `verbose` names each plugin on stderr before it is imported. Who is `watching` observes
+    the runs of this process, and is part of none: no checkpoint names it.
     """
+
+    watching: tuple[Plugin, ...] = ()
 
     def __init__(self, installed: Iterable[Plugin]) -> None:
         self.installed, self.verbose = tuple(installed), False
@@ -50,13 +53,11 @@ class Registry:
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
             if self.verbose:
                 print(f"importing {plugin}", file=sys.stderr, flush=True)
+            started = time.perf_counter()
             with _setting_aside(plugin, plugin.module):
                 _check_metadata(plugin, self.installed)
-            started = time.perf_counter()
-            if not plugin.problem:
-                with _setting_aside(plugin, plugin.module):
-                    _check_code(plugin, self)
-                plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
+                _check_code(plugin, self)
+            plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
             if not plugin.problem:
                 plugin.state = "ready"
         return chosen

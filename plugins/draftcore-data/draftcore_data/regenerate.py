@@ -25,6 +25,7 @@ from draftcore.contracts.capture import RowError
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError, one_line
 from draftcore.files import hold, regular, write_atomic
+from draftcore.options import Config
 from draftcore.progress import Progress
 from draftcore_data.conversations import BadRow, Conversation, Message, Rendered, Row
 from draftcore_data.conversing import Answer, converse
@@ -236,20 +237,20 @@ class Questions:
 
     @classmethod
     def read(
-        cls, source: str, overrides: Sequence[str], limit: int | None, sampling: Mapping[str, Any],
+        cls, source: Config, overrides: Sequence[str], limit: int | None, sampling: Mapping[str, Any],
         registry: Any,
     ) -> Questions:  # fmt: skip
         """Take a run's YAML with overrides, or else a source of conversations by itself."""
 
         find = finder(functools.partial(bind, registry))
-        if Path(source).suffix not in (".yaml", ".yml"):
+        if not isinstance(source, Mapping) and Path(source).suffix not in (".yaml", ".yml"):
             if overrides:
                 raise UsageError(
                     f"{overrides[0]!r} belongs to a run, and {source} is none\n"
                     "  give a run's YAML file in its place, or leave that out"
                 )
-            return cls(source, DataOptions(), limit, sampling, find)
-        settings = load_config(Path(source), overrides)
+            return cls(str(source), DataOptions(), limit, sampling, find)
+        settings = load_config(source, overrides)
         data, target = settings.data, settings.target
         options = bind(registry, "samples", data.name, data.options, (), data.plugin).options
         if not isinstance(options, DataOptions):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from draftcore_nn import attention as fused
@@ -27,10 +27,12 @@ from draftcore_nn.layers import full_precision
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftcore.contracts.algorithm import OnDevice
 from draftcore_dflash.blocks import Blocks
+
+if TYPE_CHECKING:  # it brings torch's compiler, which takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
 LISTS = [
@@ -57,6 +59,8 @@ class Tiles(OnDevice):
         cls, blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None
     ) -> Tiles:
         """List the tiles of blocks on the CPU, for a context of `shape` [B, T]."""
+        from torch.nn.attention.flex_attention import BlockMask
+
         (batch, length), queries = shape, blocks.per_sample * block_size
         anchor_BN = torch.zeros(batch * blocks.per_sample, dtype=torch.long)
         anchor_BN = anchor_BN.index_copy(0, blocks.slot_M, blocks.anchor_M).view(batch, -1)
@@ -85,6 +89,7 @@ class Tiles(OnDevice):
 
     def mask(self, length: int, block_size: int, window: int | None, causal: bool) -> BlockMask:
         """Return them with what is seen within a tile, for FlexAttention."""
+        from torch.nn.attention.flex_attention import BlockMask
 
         def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
             anchor, own = self.anchor_BN[b, query // block_size], key - length
@@ -157,7 +162,9 @@ def attend(query_MSAD: Tensor, own: KeysValues, context: KeysValues, mask: Atten
     Scores are scaled by D^-0.5.
     """
     blocks, seen = mask.blocks, mask.seen
-    if isinstance(seen, BlockMask):
+    if not isinstance(seen, Tensor):
+        from torch.nn.attention.flex_attention import flex_attention
+
         rows = len(context[0]) * blocks.per_sample
         query_BAQD, *own_BGQD = (
             _laid(x, blocks.slot_M, rows, len(context[0])) for x in (query_MSAD, *own)

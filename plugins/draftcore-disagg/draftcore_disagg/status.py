@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,26 +32,64 @@ FIGURES = ("step", "loss", "seconds", "fetch_seconds", "tokens")  # of a line, t
 PATIENCE = 10.0  # seconds that the trainer has to answer
 
 
-def lines(config: RunConfig, registry: Any, seconds: float) -> Iterator[tuple[str, str]]:
-    """Yield names and values of a table; rates are those of the next `seconds`.
+@dataclass(frozen=True)
+class DraftStatus:
+    """How a draft's training stands, in words, and its latest steps; `waits` is the share for features."""
 
-    Raises DraftcoreError where the trainer does not answer, or nothing was trained yet.
+    draft: str
+    standing: str
+    step: int
+    loss: float
+    tokens_per_second: float
+    waits: float
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        prefix = f"{self.draft}: " if self.draft else ""
+        yield f"{prefix}run", self.standing
+        stands = f"{self.step}, loss {self.loss:.4g}, {self.tokens_per_second:,.0f} tokens/s"
+        yield f"{prefix}step", stands
+        yield f"{prefix}waits for features", f"{self.waits:.0%} of its time"
+
+
+@dataclass(frozen=True)
+class QueueStatus:
+    """What producers do for a trainer: batches that they hold, and that lie ready, `nbytes` in the store."""
+
+    producers: int
+    batches_per_second: float
+    claimed: int
+    ready: int
+    nbytes: int
+    advice: str
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        yield "producers", f"{self.producers}, capturing {self.batches_per_second:.2f} batches/s"
+        yield "batches", f"{self.claimed} with producers, {self.ready} ready for the trainer"
+        yield "held in the store", format_size(self.nbytes)
+        if self.advice:
+            yield "advice", self.advice
+
+
+def parts(
+    config: RunConfig, registry: Any, seconds: float
+) -> Iterator[DraftStatus | QueueStatus | None]:
+    """Yield how each draft stands, and the queue of a trainer at work, None where it has none.
+
+    Rates are those of the next `seconds`. Raises DraftcoreError where the trainer does not answer, or nothing
+    was trained yet.
     """
     waits, place = 0.0, trainer_place(run := config.run)
     for label in config.drafts or [""]:
-        prefix = f"{label}: " if label else ""
         steps = latest(run / label / "metrics.jsonl")
         last, spent = steps[-1], sum(one["seconds"] for one in steps)
-        yield f"{prefix}run", standing(run, run / label / "checkpoints", last["step"], place)
+        stands = standing(run, run / label / "checkpoints", last["step"], place)
         waits = sum(one["fetch_seconds"] for one in steps) / spent
         tokens = sum(one["tokens"] for one in steps) / spent
-        stands = f"{last['step']}, loss {last['loss']:.4g}, {tokens:,.0f} tokens/s"
-        yield f"{prefix}step", stands
-        yield f"{prefix}waits for features", f"{waits:.0%} of its time"
+        yield DraftStatus(label, stands, last["step"], last["loss"], tokens, waits)
     if not place:
         return
     if not (address := queue_address(run)):
-        yield "queue", "none: the trainer captures for itself, or is not at work"
+        yield None
         return
     offered = functools.partial(bind, registry, extras=config.plugins)
     channel = channel_of(config.channel, secret(run), offered)
@@ -58,15 +97,14 @@ def lines(config: RunConfig, registry: Any, seconds: float) -> Iterator[tuple[st
         before = asked(RemoteQueue(client), address)
         time.sleep(seconds)
         now = asked(RemoteQueue(client), address)
-    rate = (now["captured"] - before["captured"]) / seconds
-    yield "producers", f"{now['producers']}, capturing {rate:.2f} batches/s"
-    yield "batches", f"{now['claimed']} with producers, {now['ready']} ready for the trainer"
-    yield "held in the store", format_size(now["nbytes"])
+    rate, advice = (now["captured"] - before["captured"]) / seconds, ""
     if waits > 0.05 and now["producers"]:
         enough = math.ceil(now["producers"] / (1 - min(waits, 0.99)))
-        yield "advice", f"about {enough} producers would keep the ranks busy"
+        advice = f"about {enough} producers would keep the ranks busy"
     elif not now["claimed"]:
-        yield "advice", "producers wait for the trainer: fewer would do"
+        advice = "producers wait for the trainer: fewer would do"
+    held = now["claimed"], now["ready"], now["nbytes"]
+    yield QueueStatus(now["producers"], rate, *held, advice)
 
 
 def trainer_place(run: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from draftcore_disagg.api import status
 from draftcore_disagg.status import latest
 from draftcore_sdk.targets import tiny_target
 
@@ -67,6 +68,9 @@ def test_a_finished_run_says_so_and_nothing_heavy_is_imported(tmp_path: Path) ->
     line = [sys.executable, "-c", code, "status", str(run.yaml)]
     done = subprocess.run(line, check=True, capture_output=True, text=True)
     assert re.match(r"run +finished, step 4 of 4\nstep +4, loss [-\d.e+]+, ", done.stdout)
+    told = status(run.yaml)  # as a program is told
+    assert [(one.step, one.standing) for one in told.drafts] == [(4, "finished, step 4 of 4")]
+    assert told.queue is None
 
 
 def test_lines_that_a_kill_tore_and_those_of_others_are_not_read(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import torch
 import yaml
 from click.testing import CliRunner
 from draftcore_eval import report
+from draftcore_eval.api import evaluate
 from draftcore_eval.evaluation import Decoding
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Decoded, Report
-from draftcore_eval.verb import evaluate, verb
+from draftcore_eval.verb import verb
 from draftcore_sdk.evaluations import EvaluationSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.runners import RunnerSuite

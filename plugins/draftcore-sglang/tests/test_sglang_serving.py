@@ -18,7 +18,7 @@ from sglang_on_cpu import flags
 
 pytest.importorskip("sglang")
 
-from draftcore_eval.verb import evaluate
+from draftcore_eval.api import evaluate
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.ranks import free_port
 

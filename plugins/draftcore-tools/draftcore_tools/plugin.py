@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import click
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
+from draftcore_tools import api
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,13 +44,8 @@ def verify(
     Both draft on the same prompts, in fp32. The first difference in captured layers, hidden states,
     log-probabilities or proposals is reported with its cause, and the exit status is 1.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore_tools.reference import open_reference
-    from draftcore_tools.verify import servers_of, verify_export
-
-    with open_reference(ctx.obj, export, run, target, device, prompts) as reference:
-        servers = servers_of(reference, server)
-        verdicts = [verify_export(reference, export, name) for name in servers]
+    asked: dict[str, Any] = {"server": server, "prompts": prompts, "run": run, "device": device}
+    verdicts = api.verify(export, target, **asked, registry=ctx.obj)
     for verdict in verdicts:
         for line in verdict.lines() if not as_json else ():
             click.echo(line)
@@ -69,34 +64,16 @@ def verify(
 @click.option("--steps", default=4096, show_default=True, help="Optimizer steps at most.")
 @click.option("--minutes", default=10.0, show_default=True, help="Time to train in, at most.")
 @click.option("--lr", type=float, help="Learning rate; 0.5 over the hidden size if not given.")
-@click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")
+@click.option("--draft", help="One of the run's `drafts`; all if not given.")
 @click.pass_context
-def overfit(
-    ctx: click.Context, config: Path, overrides: tuple[str, ...], row: int, steps: int,
-    minutes: float, lr: float | None, label: str | None,
-) -> None:  # fmt: skip
+def overfit(ctx: click.Context, /, config: Path, overrides: tuple[str, ...], **limits: Any) -> None:
     """Teach one conversation until every draft is accepted.
 
     The conversation goes through capture, store, training, checkpoint, export and decoding in a
     temporary folder; what a server would compute is compared at the end. If acceptance stays behind,
     the stage and the usual causes are named, and the exit status is 1.
     """
-    from draftcore import open_run
-
-    rate = 0 < lr <= 100 if lr is not None else True
-    if not (rate and 0 <= row <= 10**9 and 0 < steps <= 10**9 and 0 < minutes <= 10**6):
-        raise UsageError(
-            f"--row {row}, --steps {steps}, --minutes {minutes}, --lr {lr}: one is out of its range\n"
-            "  rows count from 0; steps, minutes and lr are above 0, and lr at most 100"
-        )
-    with open_run(config, overrides, ctx.obj) as run:
-        drafts = [(draft.label, draft.config) for draft in run.chosen(label)]
-    from draftcore_tools.overfit import Limits, overfit_and_verify
-
-    for name, settings in drafts:
-        if name:
-            click.echo(f"{name}:")
-        overfit_and_verify(settings, ctx.obj, row, Limits(steps, minutes, lr), click.echo)
+    api.overfit(config, *overrides, **limits, registry=ctx.obj, say=click.echo)
 
 
 @click.command()
@@ -114,7 +91,7 @@ def config(
     """
     import json
 
-    from draftcore_tools.configuration import as_yaml, reference, resolved, schema_of_run
+    from draftcore_tools.configuration import as_yaml, reference, schema_of_run
 
     if keys:
         click.echo(reference(registry))
@@ -125,7 +102,7 @@ def config(
             "no CONFIG was given\n  name a run's YAML file, or ask for --keys or --schema"
         )
     else:
-        click.echo(as_yaml(resolved(config, overrides, registry)))
+        click.echo(as_yaml(api.config(config, *overrides, registry=registry)))
 
 
 @click.command()
