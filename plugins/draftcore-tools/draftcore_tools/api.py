@@ -59,7 +59,7 @@ def overfit(
         drafts = [(chosen.label, chosen.config) for chosen in run.chosen(draft)]
     from draftcore_tools.overfit import Limits, overfit_and_verify
 
-    learned = dict[str, Learned]()
+    learned: dict[str, Learned] = {}
     for label, settings in drafts:
         if label:
             say(f"{label}:")
