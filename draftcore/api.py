@@ -1,8 +1,8 @@
 """The verbs as functions, for notebooks and programs: `draftcore.train("run.yaml", "train.lr=3e-4")`.
 
 Each reads a run's YAML file, or takes a mapping of what it would say, applies overrides as the command
-line writes them, does its work and returns what came of it. The command line calls these
-functions. What is heavy is imported inside.
+line writes them, does its work and returns what came of it. The command line calls these functions. What
+is heavy is imported inside.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ Few = Annotated[int, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
-RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl"}
-RESERVED |= {"queue.json", "run.json", "secret", "scale.json", "comparison.png", "config.json"}
+RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl", "secret"}
+RESERVED |= {"queue.json", "run.json", "scale.json", "comparison.png", "metrics.png", "config.json"}
 
 
 class Section(BaseModel):
@@ -156,9 +156,8 @@ class RunConfig(Section):
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
         if not (self.run.name and str(self.run).isprintable()):
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
-        others = self.topology.ranks > 1 or self.topology.producers > 0
         launched = self.topology.options or self.topology.launcher != catalog.default("launcher")
-        if launched and not others:
+        if launched and self.topology.ranks + self.topology.producers == 1:
             raise ValueError("topology.launcher starts nothing: set topology.ranks or .producers")
         for key, uri in (("store", self.store), ("channel", self.channel)):
             require_no_secret(key, uri)

@@ -109,19 +109,19 @@ class Registry:
         bad = [p for p in bad if p.offer(kind, name) or {name, ours} & {p.name, p.dist}]
         raise self._refusal(kind, name, usable or bad, sorted(self.offered(kind)))
 
-    def named(self, name: str) -> Plugin:
-        """Return the plugin of this name. Raises UsageError unless it is ready."""
+    def named(self, name: str, kind: Kind = "plugin") -> Plugin:
+        """Return the plugin of this name; for errors, its kind. Raises UsageError unless it is ready."""
         same = self.judged(lambda plugin: plugin.name == name)
         if len(usable := [plugin for plugin in same if not plugin.problem]) == 1:
             return usable[0]
-        raise self._refusal("plugin", name, same, [plugin.name for plugin in self.installed])
+        raise self._refusal(kind, name, same, [plugin.name for plugin in self.installed])
 
     def extras(self, names: Iterable[str]) -> tuple[Plugin, ...]:
         """Return the wrappers and observers of a run: those named, and every loose file.
 
         Raises UsageError for one that is named and neither watches nor wraps anything.
         """
-        named = [self.named(name) for name in names]
+        named = [self.named(name, "observer") for name in names]
         for plugin in named:
             of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
             if not {*plugin.hooks} - {"describe", "commands"} - of_offers:

@@ -28,20 +28,23 @@ from draftcore.training.metrics import fetch, ratios, totals
 class HeldOut:
     """Measures drafts in training as `train.eval_every` says; all drafts of a run share it.
 
-    Opening it reads the held-out rows.
+    It is made before rows are rendered, and refuses what cannot be measured.
     """
 
-    def __init__(self, run: Run, features: Features, date: str) -> None:
+    def __init__(self, run: Run, features: Features) -> None:
         train = run.config.train
         if run.data.eval is None:
             raise UsageError("train.eval_every needs held-out rows: set data.eval")
         self.run, self.request, self.device = run, features.request, run.ranks.device(train.device)
+        decoding = run.drafts if train.eval_prompts else ()  # what an evaluation finds, beside
+        self.more = {draft.label: run.evaluation().in_training(draft) for draft in decoding}
+
+    def read(self, date: str) -> None:
+        """Read the held-out rows; their template is told the date of those that are trained on."""
         try:
-            self.rows = run.data.samples("eval", date, train.eval_samples)
+            self.rows = self.run.data.samples("eval", date, self.run.config.train.eval_samples)
         except UsageError as error:
             raise UsageError(f"{error}\n  train.eval_every=0 trains without these rows") from None
-        decoding = run.drafts if train.eval_prompts else ()
-        self.more = {draft.label: run.evaluation().in_training(draft) for draft in decoding}
 
     @functools.cached_property
     def samples(self) -> list[Sample]:

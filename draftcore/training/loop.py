@@ -270,6 +270,7 @@ class Trainer:
         self.held_out = 0, "loss", math.nan  # the step that was evaluated last, and how good it is
         self.eval_every = self.config.eval_every or min(plan.steps_per_epoch, plan.total_steps)
         self.device = self.ranks.device(self.config.device)
+        # bf16 that is emulated is no quicker.
         half = self.device.type == "cuda" and torch.cuda.is_bf16_supported(False)
         begun = last.state["precision"] if last is not None else "bf16" if half else "fp32"
         self.precision = begun if self.config.precision == "auto" else self.config.precision
@@ -452,6 +453,7 @@ class Trainer:
         self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
         if self.step == 1 and self.metrics["loss"] == self.metrics["grad_norm"] == 0:
             with self.ranks.raise_on_all():
+                # The draft's own vocabulary may lack their best tokens: the masks are asked.
                 samples = self.previous_step.samples
                 asked = self.draft, self.request, samples, self.device
                 if samples and not collate(*asked).loss_mask_BT.any():

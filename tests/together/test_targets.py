@@ -38,6 +38,7 @@ REFUSED = {
     "jamba": ("eval", "cannot decode with target"),
     "minimax": ("eval", "cannot decode with target"),
     "mamba2": ("eval", "cannot decode with target"),
+    "recurrent_gemma": ("eval", "cannot decode with target"),
     "paligemma": ("eval", "speculative decoding is not lossless"),
 }
 

@@ -66,7 +66,7 @@ def rendered(
 
 def regenerate(
     source: Config, *overrides: str, out: str | Path, endpoints: Sequence[str] = (),
-    in_process: bool = False, model: str | None = None, concurrency: int = 32,
+    in_process: bool = False, model: str | None = None, concurrency: int | None = None,
     rows: int | None = None, max_tokens: int = 2048, timeout: float = 600.0,
     patience: float = 600.0, registry: Any = None, **sampling: Any,
 ) -> Job:  # fmt: skip
@@ -76,7 +76,7 @@ def regenerate(
     Rows that `failed` are asked for again by the same call.
     """
     given = {key: value for key, value in sampling.items() if value is not None}
-    if bool(endpoints) == in_process:
+    if endpoints and in_process:
         raise UsageError("who answers?\n  give --endpoint URL, one or more, or --in-process")
     if in_process and given:
         raise UsageError(
@@ -89,6 +89,9 @@ def regenerate(
     given["max_tokens"] = max_tokens
     questions = Questions.read(source, overrides, rows, given, registry or load_plugins())
     if in_process:
-        return from_target(questions, Path(out), concurrency)
-    servers = Endpoints(endpoints, timeout, patience)
-    return from_servers(questions, Path(out), concurrency, servers, model)
+        return from_target(questions, Path(out), concurrency or 32)
+    if not endpoints:
+        remedy = "give --endpoint URL, one or more, or --in-process"
+        raise UsageError(f"who answers?\n  {remedy}\n{questions.who_answers()}")
+    servers = Endpoints(endpoints, timeout, patience, concurrency, questions.who_answers)
+    return from_servers(questions, Path(out), servers, model)

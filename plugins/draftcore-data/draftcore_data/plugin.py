@@ -50,8 +50,9 @@ def data() -> None:
 @click.option("--in-process", is_flag=True, help="The run's target here, greedy; no server.")
 @click.option("--model", help="The model's name at the servers; if they have one, that.")
 @click.option(
-    "--concurrency", type=click.IntRange(1, 10_000), default=32, show_default=True,
-    help="Conversations under way at a time; in process, rows of a batch.",
+    "--concurrency", type=click.IntRange(1, 10_000),
+    help="Conversations under way at a time; as many as servers keep up with, up to 256 each, if not "
+    "given. In process, rows of a batch: 32.",
 )  # fmt: skip
 @click.option("--rows", type=click.IntRange(1), help="Read this many rows at most.")
 @click.option(
@@ -147,7 +148,7 @@ def check(
 def describe() -> Sequence[Offer]:
     return [
         Offer("samples", "conversations", options="draftcore_data.options:DataOptions"),
-        *(Offer("source", name) for name in ("files", "hf", "jsonl")),
+        *(Offer("source", name) for name in ("files", "hf")),
         Offer("images", "processor"),
     ]
 
@@ -162,10 +163,9 @@ def samples(name: str, run: OpenRun, options: DataOptions) -> Conversations:
 @hookimpl
 def source(name: str, uri: str) -> Source:
     from draftcore_data.files import open_files
-    from draftcore_data.sources import open_lines
     from draftcore_data.tables import open_table
 
-    return {"files": open_files, "hf": open_table, "jsonl": open_lines}[name](uri)
+    return open_table(uri) if name == "hf" else open_files(uri)
 
 
 @hookimpl

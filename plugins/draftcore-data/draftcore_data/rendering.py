@@ -12,8 +12,9 @@ templates are programs, so where an answer lies in their output is found by runn
   Only if the probe comes out at one place and changes nothing else is that place believed.
 
 Where a template writes an answer in history otherwise than when it was given (earlier reasoning is
-dropped, tool calls are written anew), a conversation becomes several rows: the fewest texts in which
-each answer stands as it was served. What is dropped all the same is counted in a row's notes.
+dropped, an empty think block that its prompt had, tool calls are written anew), a conversation becomes
+several rows: the fewest texts in which each answer stands as it was served. What is dropped all the
+same is counted in a row's notes. So are answers without reasoning where the template asks for some.
 
 Images are written into the text by the target's processor, whose tokens have to be those of the text.
 
@@ -24,7 +25,7 @@ first character does.
 In the code, `Renderer._find_answers` chooses: `_find_spans` writes one text and finds all answers in
 it, by `_marked_spans` or by a `_Turn` for each; where that loses or cannot place one,
 `_split_per_answer` writes a text for each, by `_join_prompt_and_answer` where no text has both.
-`_spans_of_parts` finds the answers of a long conversation, where the template allows it.
+`_find_in_parts` finds the answers of a long conversation, where the template allows it.
 Whoever changes what is rendered raises `FORMAT`.
 """
 
@@ -45,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draftcore.contracts.capture import Image, ImageProcessor, RowError
-from draftcore.errors import UsageError
+from draftcore.errors import UsageError, nearest
 from draftcore.files import regular
 from draftcore_data.conversations import (
     REASONING,
@@ -63,15 +64,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of rendered datasets: raise it when what is rendered, or what their files hold, changes.
-FORMAT = 7
+FORMAT = 8
 
 Span = tuple[int, int]
 Tools = Sequence[Mapping[str, Any]]
 
 # Private-use characters: no template treats them specially, no strip() removes them.
 PROBE = "\ue0d7\ue0d8\ue0d9"
-GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+GENERATION_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+SWITCH = re.compile("think|reason")  # is in the name of an option that turns reasoning on or off
+# What a template reads that is no option of it: what renders it gives it, or takes it for itself.
+GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+GIVEN |= {"raise_exception", "strftime_now"}
 ROWS_PER_CALL = 256  # of the tokenizer
 LONG = 64  # messages of a conversation whose answers are found in parts of it
 QUESTIONS = 8  # of such a part
@@ -79,8 +84,15 @@ NOT_PLACED = "an assistant turn cannot be placed exactly in the rendered text"
 # What a row's notes say.
 REASONING_LOST = "reasoning of {:,} answers is not in the rendered text"
 CALLS_LOST = "tool calls of {:,} answers are not in the rendered text"
+NOT_SERVED = "{:,} answers are learned after another prompt than the one that is served"
+LOST = REASONING_LOST, CALLS_LOST, NOT_SERVED
 SPLIT = (
     "{:,} rows added: the template changes earlier answers, and each is learned as it was served"
+)
+NO_END = "{:,} rows do not teach where an answer ends: the chat template writes no token there"
+MARKED_QUESTION = (
+    "{:,} rows have words of the user that are learned: the {{% generation %}} markers of the chat"
+    " template enclose them"
 )
 
 
@@ -98,6 +110,11 @@ class Layout:
     uris: Sequence[str] = ()
     images: tuple[Image, ...] = ()
     token_ids: Sequence[int] | None = None
+
+    @property
+    def lost(self) -> int:
+        """How many parts of answers are not in it as they were served."""
+        return sum(self.notes.get(note, 0) for note in LOST)
 
     def with_images(self, processor: ImageProcessor | None) -> Layout | BadRow:
         """Let the target's processor write the images into the text, if there are some."""
@@ -153,6 +170,7 @@ class Renderer:
         self.template_hash = hashlib.blake2b(content, digest_size=16).hexdigest()
         self.added_tokens = tuple(filter(str.strip, tokenizer.get_added_vocab()))
         self._missing_header, self._text_arguments = "", False
+        self._notes = dict[str, int]()  # of every row
         self._learn_template(config.chat_template or tokenizer.name_or_path)
 
     @property
@@ -166,8 +184,13 @@ class Renderer:
         waiting = iter(rows)
         # One call of the tokenizer for many rows is several times faster than one for each.
         while chunk := list(itertools.islice(waiting, ROWS_PER_CALL)):
-            parts = [part for row in chunk for part in self._find_answers(row)]
-            parts = [p.with_images(self.processor) if isinstance(p, Layout) else p for p in parts]
+            parts = [
+                replace(part, notes={**part.notes, **self._notes}).with_images(self.processor)
+                if isinstance(part, Layout)
+                else part
+                for row in chunk
+                for part in self._find_answers(row)
+            ]
             texts = [part.text for part in parts if isinstance(part, Layout)]
             encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
             for part in parts:
@@ -204,14 +227,14 @@ class Renderer:
             return [BadRow(row.where, reason, f"roles {roles}")]
         if len(row.messages) > LONG:
             with contextlib.suppress(RowError):
-                spans = self._spans_of_parts(row, chosen)
-                if spans and not (layout := self._find_spans(row, chosen, spans)).notes:
-                    return [layout]
+                in_parts = self._find_in_parts(row, chosen)
+                if in_parts and not in_parts.lost:
+                    return [in_parts]
             row, chosen = self._cut_beyond_longest(row, chosen)
         whole: Layout | BadRow
         try:
             whole = self._find_spans(row, chosen)
-            lost = sum(whole.notes.values())
+            lost = whole.lost
         except RowError as error:
             whole, lost = BadRow(row.where, *error.args), len(row.messages) * 2
         # Where splitting fails too, the conversation as a whole says more of what is wrong.
@@ -230,39 +253,49 @@ class Renderer:
         mask[: row.last_answer() * self._last_turn_only] = False
         return replace(row, loss_mask=mask)
 
-    def _find_spans(
-        self, row: Conversation, turns: Sequence[int], spans: Sequence[Span] = ()
-    ) -> Layout:
+    def _find_spans(self, row: Conversation, turns: Sequence[int]) -> Layout:
         """Used first, for every conversation: write it as one text, and find these turns in it.
 
         Raises `RowError` for a turn that cannot be found.
         """
         text, marked = self.render_text(row.messages, row.tools)
-        spans = spans or self._spans_in(row, turns, text, marked)
+        return self._layout(row, turns, text, *self._spans_in(row, turns, text, marked))
+
+    def _layout(
+        self, row: Conversation, turns: Sequence[int], text: str, spans: Sequence[Span],
+        served: Sequence[bool],
+    ) -> Layout:  # fmt: skip
+        """Note what the answers at these spans lack. Raises `RowError` for an empty one."""
         written = [text[start:end] for start, end in spans]
         if len(written) != len(turns):  # markers need not enclose each turn once
             written = ["".join(written)] * len(turns)
-        lost = Counter(
+        notes = Counter(
             note
-            for turn, answer in zip(turns, written, strict=True)
-            for note in self._lost_parts(turn, row.messages[turn], answer)
+            for turn, answer, as_served in zip(turns, written, served, strict=True)
+            for note in self._notes_on(turn, row.messages[turn], answer, as_served)
         )
-        return Layout(row.where, text, spans, lost, row.images)
+        return Layout(row.where, text, spans, notes, row.images)
 
     def _spans_in(
         self, row: Conversation, turns: Sequence[int], text: str, marked: list[Span]
-    ) -> list[Span]:
-        if self._has_markers:
-            return self._marked_spans(row, turns, text, marked)
-        return [_Turn(self, text, row, turn).span() for turn in turns]
+    ) -> tuple[list[Span], list[bool]]:
+        """Return the spans of these turns, and for each turn whether it stands as it was served."""
+        answers = [_Turn(self, text, row, turn) for turn in turns]
+        served = [answer.is_served for answer in answers]
+        if not self._has_markers:
+            return [answer.span() for answer in answers], served
+        spans = self._marked_spans(row, turns, text, marked)
+        if len(spans) == len(turns):
+            spans = [turn.cut_prompt(*span) for turn, span in zip(answers, spans, strict=True)]
+        return spans, served
 
-    def _spans_of_parts(self, row: Conversation, turns: Sequence[int]) -> list[Span]:
+    def _find_in_parts(self, row: Conversation, turns: Sequence[int]) -> Layout | None:
         """Used for a long conversation: find its answers in parts of it, in time that grows as it does.
 
         A part is written behind the conversation's first answer, and before the message that follows it.
         None are found where these texts, put together, are not the whole text. Raises `RowError`.
         """
-        messages, spans = row.messages, list[Span]()
+        messages, spans, served = row.messages, list[Span](), list[bool]()
         cuts = [*_questions(messages)[::QUESTIONS], len(messages)]
         first, follows = messages[: cuts[0]], messages[cuts[0] : cuts[0] + 1]
         head, _ = self._written_after(first, follows, row.tools)
@@ -276,9 +309,13 @@ class Renderer:
             shift = start - len(first)  # of its messages
             inside = [turn - shift for turn in turns if start * (shift > 0) <= turn < end]
             at = len(written) - len(head)
-            spans += [(a + at, b + at) for a, b in self._spans_in(part, inside, text, marked)]
+            spans_inside, served_inside = self._spans_in(part, inside, text, marked)
+            spans += [(a + at, b + at) for a, b in spans_inside]
+            served += served_inside
             written, head = written + own, next_head
-        return spans if written == self.render_text(messages, row.tools)[0] else []
+        if written != self.render_text(messages, row.tools)[0]:
+            return None
+        return self._layout(row, turns, written, spans, served)
 
     def _written_after(
         self, first: Sequence[Message], follows: Sequence[Message], tools: Tools
@@ -346,7 +383,11 @@ class Renderer:
                 text = self._find_spans(until_turn, [turn])
             except RowError:
                 text = self._join_prompt_and_answer(until_turn)
-            lost += sum(text.notes.values())
+            if text.lost:
+                with contextlib.suppress(RowError):
+                    joined = self._join_prompt_and_answer(until_turn)
+                    text = min(text, joined, key=lambda layout: layout.lost)
+            lost += text.lost
             end = max((end for _, end in text.spans), default=0)
             if texts and texts[-1].text.startswith(text.text[:end]):
                 notes = Counter(texts[-1].notes) + Counter(text.notes)
@@ -361,7 +402,8 @@ class Renderer:
         """Used where the template never writes a prompt and its answer in one text: join the two.
 
         The answer is what the template writes of the last message, without what it writes before the
-        probe of another one: up to the header both are the same.
+        probe of another one: up to the header both are the same. Where no reasoning is asked for, the
+        prompt may go on behind that header: with a think block that is closed.
         """
         *before, message = row.messages
         prompt = self.render_prompt(before, row.tools)
@@ -371,31 +413,33 @@ class Renderer:
         head = head.removesuffix(self.opening)
         ends = THOUGHT.sub("", message["content"]).strip() + self.end_of_turn
         known = self.header.strip() and head.endswith(self.header) and prompt.endswith(self.header)
+        known = known or (prompt.startswith(head) and not self.thinks)
         whole = shown.startswith(head) and (message.get("tool_calls") or shown.endswith(ends))
         if self._has_markers or not (known and whole):
             raise RowError(NOT_PLACED)
         answer = shown.removeprefix(head)
-        lost = Counter(self._lost_parts(len(before), message, answer))
         span = (len(prompt), len(prompt) + len(answer))
-        return Layout(row.where, prompt + answer, [span], lost, row.images)
+        return self._layout(row, [len(before)], prompt + answer, [span], [True])
 
-    def _lost_parts(self, turn: int, message: Message, answer: str) -> Iterator[str]:
+    def _notes_on(self, turn: int, message: Message, answer: str, as_served: bool) -> Iterator[str]:
         """Yield a note for what of a message its answer lacks. Raises `RowError` if it is all."""
         written = answer.removesuffix(self.end_of_turn)
-        reasoning, content = message.get("reasoning_content", ""), message["content"]
-        if thought := THOUGHT.match(content):
-            reasoning, content = thought[1], content[thought.end() :]
-        reasoning, content = reasoning.strip(), content.strip()
+        reasoning, content = _reasoning_and_content(message)
         calls = [call.get("function", call) for call in message.get("tool_calls", ())]
         at = written.rfind(content)
         before, after = written[:at], written[at + len(content) :]
-        if reasoning and (no_reasoning := reasoning not in before):
+        has_reasoning = bool(reasoning) and reasoning in before
+        if reasoning and not has_reasoning:
             yield REASONING_LOST
+        elif self.thinks and not reasoning:
+            yield "{:,} answers have " + self.no_reasoning
+        if not as_served and (has_reasoning or not self.thinks):  # else it was noted already
+            yield NOT_SERVED
         if calls and (
             no_calls := any(str(call.get("name")) not in before + after for call in calls)
         ):
             yield CALLS_LOST
-        if not (content or (reasoning and not no_reasoning) or (calls and not no_calls)):
+        if not (content or has_reasoning or (calls and not no_calls)):
             raise RowError("an answer is empty in the rendered text", f"message {turn + 1}")
 
     def cut_after_end_of_turn(self, text: str) -> str:
@@ -417,6 +461,9 @@ class Renderer:
         """
         question: list[Message] = [{"role": "user", "content": "Hello"}]
         try:
+            read, assigned = _options_read(self._template)
+            if unread := sorted(self._options.keys() - read):
+                raise UsageError(_unread_option(name, unread[0], read, read - assigned))
             exchange, _ = self.render_text([*question, {"role": "assistant", "content": PROBE}])
             prompt, asked = self.render_prompt(question), self.render_text(question)[0]
             if exchange.count(PROBE) != 1:
@@ -430,7 +477,8 @@ class Renderer:
             ) from error
         before, self.tail = exchange.split(PROBE)
         longest_first = sorted(self.added_tokens, key=len, reverse=True)
-        end = re.search("|".join(map(re.escape, longest_first)) or "(?!)", self.tail)
+        a_token = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        end = a_token.search(self.tail)
         self.end_of_turn = self.tail[: end.end()] if end else self.tail.rstrip()
         # A template without generation prompt still writes a header, which is no part of an answer.
         # A space at its end is: it belongs to the token of the answer's first word.
@@ -445,16 +493,56 @@ class Renderer:
             self.render_text(called)
         except RowError:  # it may refuse all tools, too
             self._text_arguments = True
+        self._learn_thinking(question, before, sorted(filter(SWITCH.search, read)))
+        if self.render_text(question)[1]:
+            self._notes[MARKED_QUESTION] = 1
+        # Where no token ends an answer, the next turn's first one may.
+        answered = [*question, {"role": "assistant", "content": PROBE}, *question]
+        with contextlib.suppress(RowError):
+            _, _, after = self.render_text(answered)[0].partition(PROBE)
+            if not (self.end_of_turn or a_token.search(after.partition("Hello")[0])):
+                self._notes[NO_END] = 1
+
+    def _learn_thinking(self, question: list[Message], before: str, names: Sequence[str]) -> None:
+        """Learn whether the template asks for reasoning, and which of these options changes that.
+
+        Such an option changes the prompt. A template without one asks for reasoning if its prompt opens
+        a block that an answer without any lacks, or if it writes an empty one before such an answer.
+        """
+        prompt = self.render_prompt(question)
+
+        def switches(value: bool) -> Iterator[str]:
+            for name in names:
+                with contextlib.suppress(RowError):
+                    text = self.render_prompt(question, told={name: value})
+                    if text != prompt and str(value) not in text:  # which would be no switch
+                        yield name
+
+        off, on = next(switches(False), ""), next(switches(True), "")
+        asks = prompt.startswith(before) and bool(prompt[len(before) :].strip())
+        if before.startswith(prompt) and (block := before[len(prompt) :].strip()):
+            thought = PROBE[::-1]
+            said = {"role": "assistant", "content": PROBE, "reasoning_content": thought}
+            with contextlib.suppress(RowError):
+                written = thought in self.render_text([*question, said])[0]
+                asks = written or THOUGHT.match(block) is not None
+        self.thinks = bool(off) or (asks and not on)
+        without = f", or learn and serve without (data.template_options.{off}=false)" * bool(off)
+        why = "and the chat template asks for it: make them anew (draftcore data regenerate)"
+        self.no_reasoning = f"no reasoning, {why}{without}"
+        self.switch = f"data.template_options.{on}=true" if on and not self.thinks else ""
 
     def render_text(
-        self, messages: Sequence[Message], tools: Tools = (), prompt: bool = False
-    ) -> tuple[str, list[Span]]:
+        self, messages: Sequence[Message], tools: Tools = (), prompt: bool = False,
+        told: Mapping[str, Any] = {},
+    ) -> tuple[str, list[Span]]:  # fmt: skip
         """Return the text that the template writes, and the spans that its markers enclose.
 
-        Raises `RowError` where the template refuses: it is a program written by others, and what
-        it raises is about this row. `apply_chat_template(return_assistant_tokens_mask=True)` is no
-        help: it maps spans to tokens by `char_to_token`, which is None for a space when the
-        tokenizer trims offsets, and then masks to the end of the text (transformers 5.23).
+        It is told `told` beside its options. Raises `RowError` where the template refuses: it is a
+        program written by others, and what it raises is about this row.
+        `apply_chat_template(return_assistant_tokens_mask=True)` is no help: it maps spans to tokens by
+        `char_to_token`, which is None for a space when the tokenizer trims offsets, and then masks to
+        the end of the text (transformers 5.23).
         """
         from transformers.utils.chat_template_utils import render_jinja_template  # 1 s: with torch
 
@@ -475,7 +563,7 @@ class Renderer:
                 chat_template=self._date_macro + self._template,
                 return_assistant_tokens_mask=self._has_markers,
                 add_generation_prompt=prompt,
-                **{**self._specials, **self._options},
+                **{**self._specials, **self._options, **told},
             )
             text.encode()  # JSON can hold half of a surrogate pair, which no tokenizer takes
         except UnicodeEncodeError as error:
@@ -485,9 +573,11 @@ class Renderer:
             raise RowError("the chat template refuses it", detail) from error
         return text, [span for spans in marked for span in spans if span[0] < span[1]]
 
-    def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+    def render_prompt(
+        self, messages: Sequence[Message], tools: Tools = (), told: Mapping[str, Any] = {}
+    ) -> str:
         """Return the text that asks for an answer to `messages`. Raises `RowError`."""
-        return self.render_text(messages, tools, prompt=True)[0] + self._missing_header
+        return self.render_text(messages, tools, True, told)[0] + self._missing_header
 
 
 class _Turn:
@@ -501,6 +591,15 @@ class _Turn:
         self.message, self.before = row.messages[index], row.messages[:index]
         self.content: str = self.message["content"]
         self.tail, self.end_of_turn = renderer.tail, renderer.end_of_turn
+        self.prompt = ""  # nothing to prompt with: the turn comes first, or follows a system turn
+        with contextlib.suppress(RowError):
+            self.prompt = renderer.render_prompt(self.before, row.tools)
+        self.is_served = text.startswith(self.prompt)
+
+    def cut_prompt(self, start: int, end: int) -> Span:
+        """Leave out of marked text what its prompt has already: an empty think block."""
+        asked = len(self.prompt) if self.is_served else 0
+        return (max(start, asked), end) if asked < end else (start, end)
 
     def span(self) -> Span:
         start = self._find_start()
@@ -514,20 +613,16 @@ class _Turn:
         of the generation prompt, or ends with the usual one; what follows it is, letter for letter,
         the end of the content. So whatever the template dropped, the rest is the answer.
         """
-        prompt, usual = "", self.renderer.header
-        try:
-            prompt = self.renderer.render_prompt(self.before, self.row.tools)
-            if self.text.startswith(prompt):
-                return len(prompt)
-        except RowError:
-            pass  # nothing to prompt with: the turn comes first, or follows a system turn
+        if self.prompt and self.is_served:
+            return len(self.prompt)
+        usual = self.renderer.header
         head, probe, _ = self._text_with(PROBE).partition(PROBE)
         visible, end = self._visible_content()
-        known = prompt.startswith(head) or (usual.strip() and head.endswith(usual))
+        known = self.prompt.startswith(head) or (usual.strip() and head.endswith(usual))
         verbatim = self.text.startswith(head) and visible.endswith(self.text[len(head) : end])
-        if not (probe and known and verbatim):
-            raise self._error("the text before it is not the generation prompt")
-        return len(head)
+        if probe and known and verbatim:
+            return len(head)
+        raise self._error("the text before it is not the generation prompt")
 
     def _find_end(self, start: int) -> int:
         """The end of the end-of-turn token, or of the content where the template writes none."""
@@ -563,8 +658,18 @@ class _Turn:
         messages[self.index] = {**self.message, "content": content}
         return self.renderer.render_text(messages, self.row.tools)[0]
 
-    def _error(self, reason: str) -> RowError:
-        return RowError(NOT_PLACED, f"message {self.index + 1}: {reason}")
+    def _error(self, detail: str) -> RowError:
+        """Say that the turn cannot be placed, or why its prompt is another one, if reasoning is."""
+        reasoning, _ = _reasoning_and_content(self.message)
+        where, renderer = f"message {self.index + 1}", self.renderer
+        if not self.is_served and renderer.thinks and not reasoning:
+            return RowError(f"an answer has {renderer.no_reasoning}", where)
+        if not self.is_served and renderer.switch and reasoning:
+            reason = (
+                f"an answer has reasoning, and the chat template asks for none: {renderer.switch}"
+            )
+            return RowError(reason, where)
+        return RowError(NOT_PLACED, f"{where}: {detail}")
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -577,6 +682,14 @@ def _with_text_arguments(message: Message) -> Message:
     for call in calls:
         call["function"]["arguments"] = json.dumps(call["function"].get("arguments", {}))
     return {**message, "tool_calls": calls}
+
+
+def _reasoning_and_content(message: Message) -> tuple[str, str]:
+    """Return what a message thinks, as a field or in its content, and what it says."""
+    reasoning, content = message.get("reasoning_content", ""), message["content"]
+    if thought := THOUGHT.match(content):
+        reasoning, content = thought[1], content[thought.end() :]
+    return reasoning.strip(), content.strip()
 
 
 def _common(one: str, other: str) -> int:
@@ -614,6 +727,33 @@ def _chat_template(tokenizer: PreTrainedTokenizerFast, file: str | None) -> str:
             "  use a chat (instruct) model as the target, or name a file with the format that the\n"
             "  model was trained on: data.chat_template"
         ) from error
+
+
+def _options_read(template: str) -> tuple[set[str], set[str]]:
+    """Return the options that a chat template reads, and the names that it assigns to.
+
+    Raises `RowError` for what is no template.
+    """
+    import jinja2
+    from jinja2.meta import find_undeclared_variables
+
+    try:
+        parser = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        tree = parser.parse(GENERATION_MARKER.sub("", template))
+    except jinja2.TemplateSyntaxError as error:
+        raise RowError("it is no template", str(error)) from error
+    assigned = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
+    return find_undeclared_variables(tree) - GIVEN, assigned
+
+
+def _unread_option(name: str, option: str, read: set[str], likely: set[str]) -> str:
+    """Say that a template does not read an option, and which it does."""
+    options = sorted(other for other in likely if not other.endswith("_token"))
+    return (
+        f"data.template_options: the chat template of {name} does not read {option!r}"
+        f"{nearest(option, read)}\n  it reads {', '.join(options) or 'none'}\n"
+        "  correct the name, or leave it out"
+    )
 
 
 def _date_macro(template: str, date: str) -> str:

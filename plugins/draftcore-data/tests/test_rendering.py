@@ -15,11 +15,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from draftcore_data import rendering
 from draftcore_data.conversations import BadRow, Rendered, parse_row
 from draftcore_data.options import DataOptions
-from draftcore_data.rendering import CALLS_LOST, FORMAT, REASONING_LOST, SPLIT, Renderer
+from draftcore_data.rendering import (
+    CALLS_LOST,
+    FORMAT,
+    MARKED_QUESTION,
+    NO_END,
+    REASONING_LOST,
+    SPLIT,
+    Renderer,
+)
 from draftcore_sdk.targets import byte_tokenizer
 from talking import MakeTokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -100,13 +109,15 @@ LEARNED: dict[str, tuple[str, list[Any], list[str]]] = {
     "space-at-the-end-of-a-header": (
         replaced("ASSISTANT:{% endif", "ASSISTANT: {% endif", VICUNA), talk("Hi", "\nFour."), ["\nFour.</s>"],
     ),
-    "empty-think-block-in-the-prompt": (QWEN3_NO_THINKING, TWO_TURNS, ending(END, *BOTH)),
+    "a-think-block-that-markers-enclose-and-the-prompt-has": (
+        replaced(
+            "{% generation %}", "{% generation %}<think>",
+            replaced("assistant\n{% endif", "assistant\n<think>{% endif", MARKED),
+        ),
+        TWO_TURNS, ending(END, *BOTH),
+    ),
     "empty-think-block-in-an-answer": (
         QWEN3_THINKING, TWO_TURNS, ending(END, "Four.", f"{NONE}It is the sum."),
-    ),
-    "an-answer-that-begins-as-the-dropped-block-does": (
-        QWEN3_NO_THINKING, talk("a tag?", "<think> is a tag", "Why?", "It is."),
-        ending(END, "<think> is a tag", "It is."),
     ),
     "reasoning-that-the-prompt-opened": (R1, talk("?", f"{THOUGHT}Four."), ["\n\nFour.</s>"]),
     "system-unicode-and-an-end-of-turn-in-content": (
@@ -180,7 +191,7 @@ def said(text: str | None, thought: str = "", *calls: Any, **more: Any) -> dict[
 REASONING_FIELD = replaced("{{ m.content", "<think>{{ m.reasoning_content }}</think>{{ m.content")
 CLOSED_THINK_BLOCK = replaced("assistant\n", "assistant\n<think></think>", REASONING_FIELD)
 COUNTED = replaced("m.content }}", "m.content }} ({{ m.content | length }})")
-NO_END = replaced("<|end|>", "{% if m.tool_calls %}?{% else %}<|end|>{% endif %}", TOOLS)
+CALL_WITHOUT_END = replaced("<|end|>", "{% if m.tool_calls %}?{% else %}<|end|>{% endif %}", TOOLS)
 REWRITES, NO_PROMPT = "rewrites its content", "not the generation prompt"
 EMPTY = "an answer is empty in the rendered text: message 2"
 LONGER_THAN_PROBE = talk("a", "longer than eight", "b", "c")
@@ -193,7 +204,7 @@ REFUSED: dict[str, tuple[str, list[Any], str]] = {
     "content-is-cut": (replaced("m.content", "m.content[:8]"), LONGER_THAN_PROBE, REWRITES),
     "content-is-counted": (COUNTED, LONGER_THAN_PROBE, REWRITES),
     "tool-calls-without-an-end": (
-        NO_END, [*talk("a", "b", **NAMED), *talk("", "c")[1:]], "no end-of-turn",
+        CALL_WITHOUT_END, [*talk("a", "b", **NAMED), *talk("", "c")[1:]], "no end-of-turn",
     ),
     "calls-that-are-not-written": (CHATML, CALLING, EMPTY),
     "nothing-said": (CHATML, [user("a"), said(""), user("b"), said("c")], EMPTY),
@@ -274,6 +285,12 @@ GLM = template("glm")
 # written until an answer follows. It takes arguments as text alone.
 GPT_OSS = template("gpt_oss")
 TWICE = [user("2+2?"), said("Four.", "hm"), user("Why?"), said("It is.", "so")]
+PLAIN = [user("2+2?"), said("Four."), user("Why?"), said("It is.")]
+CLOSED = "{{ '<think></think>' if not enable_thinking }}"
+GEMMA4 = replaced("assistant\n{% endif", f"assistant\n{CLOSED}{{% endif")
+# The prompt opens a block that is not the empty one of an answer.
+BLOCK = "<think>{{ '</think>' if enable_thinking is false else '\n' }}"
+NEMOTRON = replaced("assistant\n", f"assistant\n{BLOCK}", REASONING_FIELD)
 THINKING = [user("2+2?"), said(None, "use it", CALL), TOOL, said("Four.", "ah")]
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
 SHORT = {"template_options": {"enable_thinking": False}}
@@ -284,9 +301,15 @@ SERVED: dict[str, tuple[str, list[Any], dict[str, Any], list[list[str]]]] = {
     "qwen3-thinks-before-each-answer": (
         QWEN3_FIELD, TWICE, {}, [[f"<think>\nhm\n</think>\n\nFour.{END}"], [SO]],
     ),
-    "qwen3-without-thinking-is-one-row": (
-        QWEN3_FIELD, [user("2+2?"), said("Four."), user("Why?"), said("It is.")], SHORT,
-        [["Four." + END, "It is." + END]],
+    "an-empty-block-of-the-prompt-that-history-drops": (
+        QWEN3_FIELD, PLAIN, SHORT, [["Four." + END], ["It is." + END]],
+    ),
+    "an-empty-block-of-the-prompt-that-no-answer-has": (
+        GEMMA4, PLAIN, {}, [["Four." + END], ["It is." + END]],
+    ),
+    "an-answer-that-begins-as-the-dropped-block-does": (
+        QWEN3_NO_THINKING, talk("a tag?", "<think> is a tag", "Why?", "It is."), {},
+        [["<think> is a tag" + END], ["It is." + END]],
     ),
     "qwen3-calls-a-tool": (QWEN3_FIELD, CALLING, SHORT, [[QWEN_CALL], ["Four." + END]]),
     "qwen3-thinks-and-calls-a-tool": (QWEN3_FIELD, THINKING, {}, [[USED, AH]]),
@@ -321,7 +344,7 @@ SERVED: dict[str, tuple[str, list[Any], dict[str, Any], list[list[str]]]] = {
     ),
     "markers-leave-out-turns-of-weight-0-too": (
         MARKED,
-        [{**user("a"), "role": "assistant"}, user("c"), said("d"), user("e"), said("", weight=0)],
+        [user("?"), said("a"), user("c"), said("d"), user("e"), said("", weight=0)],
         {}, [["a" + END, "d" + END]],
     ),
 }  # fmt: skip
@@ -338,9 +361,20 @@ def test_each_answer_is_learned_as_it_was_served(
     tokenizer = make_tokenizer(template)
     rows = render(tokenizer, messages, **options)
     assert [learned(tokenizer, row) for row in rows] == expected
-    prompt = Renderer(tokenizer, DataOptions(**options)).prompt_ids(parsed(messages))
-    whole = tokenizer.decode(rows[-1].token_ids)
-    assert whole.startswith(tokenizer.decode(prompt))
+    ask = Renderer(tokenizer, DataOptions(**options)).prompt_ids
+    answers = [at for at, m in enumerate(messages) if m["role"] == "assistant"]
+    prompts = {tokenizer.decode(ask(parsed(messages[: at + 1]))) for at in answers}
+    for row in rows:
+        starts = np.flatnonzero(np.diff(row.loss_mask, prepend=False) & row.loss_mask)
+        assert {tokenizer.decode(row.token_ids[:start]) for start in starts} <= prompts
+
+
+UNREASONED = (
+    "{:,} answers have no reasoning, and the chat template asks for it: make them anew"
+    " (draftcore data regenerate)"
+)
+WITHOUT = "learn and serve without (data.template_options.enable_thinking=false)"
+MARKED_CONTENT = "{% generation %}{{ m.content }}{% endgeneration %}"
 
 
 @pytest.mark.parametrize(
@@ -351,6 +385,12 @@ def test_each_answer_is_learned_as_it_was_served(
         (R1, [user("?"), said("<think>\nhm\n</think>\n\nFour."), *TWICE], {REASONING_LOST: 3}),
         (CHATML, TWICE, {REASONING_LOST: 2}),
         (CHATML, [user("?"), said("Well.", "", CALL), TOOL, said("Four.")], {CALLS_LOST: 1}),
+        (QWEN3_FIELD, PLAIN, {f"{UNREASONED}, or {WITHOUT}": 2}),
+        (R1, PLAIN, {UNREASONED: 2}),
+        (GPT_OSS, PLAIN, {UNREASONED: 2}),
+        (NO_END_OF_TURN, PLAIN, {NO_END: 1}),
+        (replaced("{{ m.content }}", MARKED_CONTENT), PLAIN, {MARKED_QUESTION: 1}),
+        (GLM, TWICE, {SPLIT: 1}),  # which the next turn ends
     ],
 )
 def test_what_a_template_drops_is_counted(
@@ -360,6 +400,38 @@ def test_what_a_template_drops_is_counted(
     for row in render(make_tokenizer(template), messages):
         found.update(row.notes)
     assert found == notes
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "says"),
+    [
+        (NEMOTRON, PLAIN, {}, WITHOUT),
+        (QWEN3_FIELD, TWICE, SHORT, "asks for none: data.template_options.enable_thinking=true"),
+        (QWEN3_FIELD, THINKING, SHORT, "asks for none: data.template_options.enable_thinking=true"),
+    ],
+)
+def test_where_reasoning_makes_a_prompt_another_one_the_switch_of_it_is_named(
+    make_tokenizer: MakeTokenizer, template: str, messages: list[Any], options: Any, says: str
+) -> None:
+    (bad,) = render(make_tokenizer(template), messages, **options)
+    assert says in bad.reason
+
+
+def test_an_option_that_the_template_does_not_read_is_refused(
+    make_tokenizer: MakeTokenizer, tmp_path: Path
+) -> None:
+    """Or a run is in another thinking mode than its user means, and nothing says so."""
+    file = tmp_path / "marked.jinja"
+    file.write_text(replaced("<|im_end|>", "{{ mine }}<|im_end|>", MARKED))
+    tokenizer, mine = make_tokenizer({"default": QWEN3_FIELD, "rag": MARKED}), str(file)
+    assert render(tokenizer, PLAIN, template_options={"mine": "!"}, chat_template=mine)
+    for option, says in {
+        "enable_thinkin": r"'enable_thinkin' \(did you mean 'enable_thinking'\?\)\n  it reads enable_th",
+        "mine": "does not read 'mine'\n",
+        "tools": "does not read 'tools'\n",
+    }.items():
+        with pytest.raises(UsageError, match=says):
+            render(tokenizer, PLAIN, template_options={option: False})
 
 
 def test_a_template_is_told_the_date_it_is_given_or_today(make_tokenizer: MakeTokenizer) -> None:

@@ -14,7 +14,9 @@ from draftcore.errors import ExitStatus, UsageError
 from draftcore_tools import api
 
 if TYPE_CHECKING:
-    from draftcore.contracts.run import OpenRun
+    from torch import Tensor
+
+    from draftcore.contracts.run import OpenDraft, OpenRun
     from draftcore_tools.one_row import OneRowOptions, OneRowRun
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -103,9 +105,65 @@ def config(
         click.echo(as_yaml(api.config(config, *overrides, registry=registry)))
 
 
+@click.command()
+@click.argument("config", metavar="CONFIG|MODEL")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--device", help="A device as h100, of a table; the run's is measured if not given.")
+@click.option("--rows", type=click.IntRange(1), help="Render these first rows, and infer the rest.")
+@click.option("--gpu", help="For MODEL: the memory of a GPU.  [default: 80GB]")
+@click.option("--gpus", type=click.IntRange(1, 64), help="For MODEL: how many.  [default: 1]")
+@click.option("--disk", help="For MODEL: what may be kept there; nothing if not given.")
+@click.option("--data", help="For MODEL: conversations; some are assumed if not given.")
+@click.option("--eval", "held_out", help="For MODEL: held-out conversations.")
+@click.option("--out", type=click.Path(path_type=Path), help="For MODEL.  [default: run.yaml]")
+@click.option("--force", is_flag=True, help="Replace the file that lies there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.pass_obj
+def plan(
+    registry: Any, config: str, overrides: tuple[str, ...], device: str | None, rows: int | None,
+    out: Path | None, force: bool, as_json: bool, **for_model: Any,
+) -> None:  # fmt: skip
+    """Say what a run takes, before it starts: disk, memory, hours.
+
+    No weights are read. Rows are rendered, as `train` then finds them, but for --rows: those are
+    rendered aside. Where the device's memory does not suffice, it says what to lower.
+
+    For a MODEL, which is a folder, a Hugging Face id or the name of a known target, a CONFIG is written
+    first, whose settings fit, each with its reason.
+    """
+    import json
+
+    planned: Any
+    if config.endswith((".yaml", ".yml")) or Path(config).is_file():
+        if asked := [
+            name for name, value in {**for_model, "out": out}.items() if value is not None
+        ]:
+            raise UsageError(
+                f"{', '.join(asked)} choose settings of a new run, and {config} has its own\n"
+                "  leave them out, or name a model in its place"
+            )
+        planned = api.plan(config, *overrides, device=device, rows=rows or 0, registry=registry)
+    else:
+        if (file := out or Path("run.yaml")).exists() and not force:
+            raise UsageError(
+                f"{file} is there\n  write another, --out FILE, or replace it: --force"
+            )
+        from draftcore.files import write_atomic
+        from draftcore_tools.suggest import suggest
+
+        planned = suggest(config, overrides, registry, device=device or "h100", **for_model)
+        write_atomic(file, planned.text())
+        click.echo(f"wrote {file}", err=as_json)
+    if as_json:
+        click.echo(json.dumps(planned.to_json(), indent=1))
+    for name, value in () if as_json else planned.lines():
+        click.echo(f"{name:24}  {value}")
+
+
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")]
+    one_row = Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")
+    return [one_row, Offer("memory", "fake-tensors")]
 
 
 @hookimpl
@@ -116,5 +174,12 @@ def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRowRun:
 
 
 @hookimpl
+def step_memory(draft: OpenDraft, masks: Sequence[Tensor]) -> Sequence[int]:
+    from draftcore_tools import memory
+
+    return memory.step_memory(draft, masks)
+
+
+@hookimpl
 def commands() -> Sequence[click.Command]:
-    return [verify, overfit, config]
+    return [verify, overfit, config, plan]
