@@ -134,7 +134,7 @@ def plan(
     import json
 
     planned: Any
-    if config.endswith((".yaml", ".yml")) or Path(config).is_file():
+    if Path(config).suffix in (".yaml", ".yml") or Path(config).is_file():
         if asked := [
             name for name, value in {**for_model, "out": out}.items() if value is not None
         ]:
