@@ -1,8 +1,9 @@
-"""The verbs as functions: `verify`, `overfit` and `config`. What is heavy is imported inside."""
+"""The verbs as functions: `verify`, `overfit`, `config` and `plan`. What is heavy is imported inside."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from draftcore.options import Config
     from draftcore_tools.configuration import Setting
     from draftcore_tools.overfit import Learned
+    from draftcore_tools.plan import RunPlan
     from draftcore_tools.verify import Verdict
 
 
@@ -59,7 +61,7 @@ def overfit(
         drafts = [(chosen.label, chosen.config) for chosen in run.chosen(draft)]
     from draftcore_tools.overfit import Limits, overfit_and_verify
 
-    learned = dict[str, Learned]()
+    learned: dict[str, Learned] = {}
     for label, settings in drafts:
         if label:
             say(f"{label}:")
@@ -73,3 +75,15 @@ def config(config: Config, *overrides: str, registry: Any = None) -> Sequence[Se
     from draftcore_tools.configuration import resolved
 
     return resolved(config, overrides, registry or load_plugins())
+
+
+def plan(
+    config: Config, *overrides: str, device: str | None = None, rows: int = 0, registry: Any = None
+) -> RunPlan:
+    """Return what a run takes, before it starts; of its first `rows`, rendered aside, or of all."""
+    from draftcore_tools.plan import plan_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        aside = (f"run={folder}/run",) if rows else ()
+        with open_run(config, (*overrides, *aside), registry) as run:
+            return plan_run(run, device=device, rows=rows)

@@ -67,7 +67,7 @@ def resolved(config: Config, overrides: Sequence[str], registry: Any) -> list[Se
     ]
 
 
-def as_yaml(rows: Sequence[Setting]) -> str:
+def as_yaml(rows: Sequence[tuple[str, Any, str]]) -> str:
     """Write resolved keys as the YAML of a run, who set each in a comment beside it."""
     lines, open_sections = list[tuple[str, str]](), list[str]()
     for key, value, origin in rows:

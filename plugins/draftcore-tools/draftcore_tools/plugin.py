@@ -132,13 +132,9 @@ def plan(
     first, whose settings fit, each with its reason.
     """
     import json
-    import tempfile
-
-    from draftcore import open_run
-    from draftcore_tools.plan import plan_run
 
     planned: Any
-    if config.endswith((".yaml", ".yml")) or Path(config).is_file():
+    if Path(config).suffix in (".yaml", ".yml") or Path(config).is_file():
         if asked := [
             name for name, value in {**for_model, "out": out}.items() if value is not None
         ]:
@@ -146,10 +142,7 @@ def plan(
                 f"{', '.join(asked)} choose settings of a new run, and {config} has its own\n"
                 "  leave them out, or name a model in its place"
             )
-        with tempfile.TemporaryDirectory() as folder:
-            aside = (f"run={folder}/run",) if rows else ()
-            with open_run(Path(config), (*overrides, *aside), registry) as run:
-                planned = plan_run(run, device=device, rows=rows or 0)
+        planned = api.plan(config, *overrides, device=device, rows=rows or 0, registry=registry)
     else:
         if (file := out or Path("run.yaml")).exists() and not force:
             raise UsageError(

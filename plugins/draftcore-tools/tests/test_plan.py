@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from draftcore_sdk.targets import conversations, tiny_target
+from draftcore_tools.api import plan
 from draftcore_tools.memory import ADAMW, Storages, step_memory, zero_sample
 
 from draftcore import open_run
@@ -47,20 +48,20 @@ def test_a_run_on_an_8b_target_is_planned_from_a_config_alone_and_said_how_it_fi
     big: Path, cli: Any
 ) -> None:
     sizes = "train.batch=8", "train.precision=fp32"
-    plan = json.loads(cli("plan", big, "--device", "rtx5090", "--json", *sizes).stdout)
-    memory = plan["memory"]
-    assert (plan["rows"], plan["steps"], plan["fits"]) == (16, 6, False)
-    assert plan["store_bytes"] == plan["tokens"] * 4 * 4096 * 2
+    planned = json.loads(cli("plan", big, "--device", "rtx5090", "--json", *sizes).stdout)
+    memory = planned["memory"]
+    assert (planned["rows"], planned["steps"], planned["fits"]) == (16, 6, False)
+    assert planned["store_bytes"] == planned["tokens"] * 4 * 4096 * 2
     assert memory["target"] == 8_190_735_360 * 2
     draft = memory["drafts"][""]
     assert 6.5 < draft["held"] / 2**30 < 7  # 0.4 G parameters of 12 bytes, embedding and head
     assert memory["together"] == pytest.approx(memory["target"] + draft["peak"], rel=0.05)
-    settings = [setting for setting, _ in plan["lower"]]
+    settings = [setting for setting, _ in planned["lower"]]
     assert settings[:2] == ["train.precision=bf16", "train.batch=4"]
-    needs = [need for _, need in plan["lower"]]
+    needs = [need for _, need in planned["lower"]]
     assert needs == sorted(needs, reverse=True)
-    assert needs[-1] <= plan["device_bytes"] < needs[-2]
-    assert plan["hours"]["capture"] > 0 < plan["hours"]["training"]
+    assert needs[-1] <= planned["device_bytes"] < needs[-2]
+    assert planned["hours"]["capture"] > 0 < planned["hours"]["training"]
     said = cli("plan", big, "--device", "h1000")
     assert (said.exit_code, "did you mean 'h100'" in said.output) == (2, True)
 
@@ -69,6 +70,8 @@ def test_a_dry_run_says_what_the_plan_does_of_some_rows_as_of_all(big: Path, cli
     """Those of --rows are rendered aside, and trains nothing."""
     some = json.loads(cli("plan", big, "--rows", "8", "--device", "l4", "--json").stdout)
     assert (some["rows"], some["sampled"], some["steps"]) == (16, 8, 12)
+    told = plan(yaml.safe_load(big.read_text()), device="l4", rows=8)  # as a program is told
+    assert told.to_json()["memory"] == some["memory"]
     assert not (big.parent / "run").exists()
     said = cli("train", big, "--dry-run")
     assert said.exit_code == 0, said.output
