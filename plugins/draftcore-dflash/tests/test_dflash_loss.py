@@ -334,7 +334,7 @@ def test_compiled_blocks_attend_by_flex_attention_as_by_one_softmax(
 ) -> None:
     tensors, blocks = attention_inputs(torch.float32, device)
     shape, size = (2, tensors[3].shape[2]), tensors[0].shape[1]
-    tiles = Tiles.of(blocks.to(torch.device("cpu")), shape, size, window)
+    tiles = Tiles.of_blocks(blocks.to(torch.device("cpu")), shape, size, window)
 
     def attended(given: list[Tensor], blocks: Blocks, tiles: Tiles) -> Tensor:
         query, key, value, *context_BATD = given
@@ -368,7 +368,9 @@ def test_listed_tiles_are_those_in_which_something_is_seen_and_whole_ones_hide_n
     samples, length, slots, tile = 2, 700, 40, 128
     chosen = [torch.randperm(length - 1)[:slots].sort().values for _ in range(samples)]
     blocks = Blocks.of(torch.stack(chosen), torch.rand(samples, slots) < 0.9)
-    mask: Any = Tiles.of(blocks, (samples, length), size, window).mask(length, size, window, causal)
+    mask: Any = Tiles.of_blocks(blocks, (samples, length), size, window).of_rows(
+        length, size, window, causal
+    )
     queries = slots * size
     shape = [-(-count // tile) for count in (queries, length + queries)]
     for sample in range(samples):
