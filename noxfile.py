@@ -41,7 +41,7 @@ KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "ca
 KINDS += ("launcher", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 # What takes these to run is tried when its dist or a contract changed: `follow` says which have.
-ENGINES = ("ray", "mooncake", "sglang")
+ENGINES = ("ray", "mooncake", "sglang", "trackers")
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
@@ -485,6 +485,23 @@ def sglang(session: nox.Session) -> None:
 
 
 @job(requires=["wheels"])
+def trackers(session: nox.Session) -> None:
+    """The observers of draftcore-trackers with the libraries themselves, which read back what was sent."""
+    folder = ROOT / "plugins" / "draftcore-trackers"
+    project = nox.project.load_toml(folder / "pyproject.toml")["project"]
+    needs = sorted({line for lines in project["optional-dependencies"].values() for line in lines})
+    over = packages(session, "trackers-libraries", f"-c constraints.txt {' '.join(needs)}")
+    python = environment(session, "trackers", *PLUGINS, under=(over, BASE))
+    tests = (
+        str(folder / "tests" / "with_libraries.py"),
+        "-n",
+        "0",
+    )  # of one run, which is tracked by all
+    pytest(session, python, *tests, *session.posargs)
+    passed(session)
+
+
+@job(requires=["wheels"])
 def authors(session: nox.Session) -> None:
     """What `draftcore new-plugin` writes and what others wrote, built and installed: its own tests.
 
@@ -628,7 +645,16 @@ def sglang_full(session: nox.Session) -> None:
 @job()
 def full(session: nox.Session) -> None:
     """Everything that runs without a GPU: the tests, another project's loader, the quickstart."""
-    for name in ("sglang-full", "ray", "mooncake", "tests", "long", "speculators", "quickstart"):
+    for name in (
+        "sglang-full",
+        "ray",
+        "mooncake",
+        "trackers",
+        "tests",
+        "long",
+        "speculators",
+        "quickstart",
+    ):
         session.notify(name)
 
 

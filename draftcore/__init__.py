@@ -20,6 +20,7 @@ FUNCTIONS = {
     "load_plugins": "plugins.registry",
     "open_checkpoint": "training.checkpoint",
     "open_draft": "drafts",
+    "Plan": "data.plan",
 }
 __all__ = ["__version__", "hookimpl", "hookspec", *FUNCTIONS]
 

@@ -1,7 +1,8 @@
 """The verbs as functions, for notebooks and programs: `draftcore.train("run.yaml", "train.lr=3e-4")`.
 
-Each reads a run's YAML file, applies overrides as the command line writes them, does its work and
-returns what came of it. The command line calls these functions. What is heavy is imported inside.
+Each reads a run's YAML file, or takes a mapping of what it would say, applies overrides as the command
+line writes them, does its work and returns what came of it. The command line calls these functions. What
+is heavy is imported inside.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+from draftcore import hookimpl
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.plugins import catalog
+from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load_plugins
 
 if TYPE_CHECKING:
     from draftcore.config import RunConfig
+    from draftcore.options import Config
     from draftcore.run import Role, Run
 
 Say = Callable[[str], None]
@@ -38,7 +43,7 @@ class Trained:
 
 
 def capture(
-    config: str | Path, *overrides: str, registry: Registry | None = None, say: Say = print
+    config: Config, *overrides: str, registry: Registry | None = None, say: Say = print
 ) -> str:
     """Capture a run's features into its durable store; returns a line about what is there.
 
@@ -47,17 +52,19 @@ def capture(
     with open_run(config, overrides, registry) as run:
         from draftcore.run.capture import capture_all
 
-        line = capture_all(run)
-        say(line)
+        say(line := capture_all(run))
         run.report_runners(say)
         return line
 
 
 def train(
-    config: str | Path, *overrides: str, trainer: bool = False,
+    config: Config, *overrides: str, trainer: bool = False,
+    progress: Callable[[int, dict[str, Any]], object] | None = None,
     registry: Registry | None = None, say: Say = print,
 ) -> Trained:  # fmt: skip
     """Train a run's drafts, each from its last checkpoint if any.
+
+    `progress` is told of each step: its number and its metrics, with the `draft` where there are several.
 
     With `topology` its processes are started here and kept alive, unless this is to be the `trainer` of
     producers that are started elsewhere. Raises DraftcoreError where a draft failed or a process gave up.
@@ -65,24 +72,25 @@ def train(
     from draftcore.config import load_config
     from draftcore.files import STEPS
 
-    settings = load_config(Path(config), overrides)
+    settings = load_config(config, overrides)
     topology = settings.topology
-    several = topology.producers > 0 or topology.ranks > 1
-    if several and not trainer and "WORLD_SIZE" not in os.environ:
+    registry = registry or load_plugins()
+    if topology.ranks + topology.producers > 1 and not trainer and "WORLD_SIZE" not in os.environ:
+        if progress:
+            raise UsageError("topology starts processes that tell nobody\n  leave progress out")
         from draftcore.plugins.binding import bind
 
-        registry = registry or load_plugins()
-        loose = (plugin.dist for plugin in registry.installed if plugin.loose)
-        files = [part for file in loose for part in ("--plugin", file)]
+        files = [part for p in registry.installed if p.loose for part in ("--plugin", p.dist)]
         bind_offer = functools.partial(bind, registry, extras=settings.plugins)
         reason = bind_offer("ranks", catalog.default("ranks")).hook.launch(
             config=settings,
             command=[sys.executable, "-m", "draftcore", *files],
-            arguments=[str(config), *overrides],
+            arguments=[] if isinstance(config, Mapping) else [str(config), *overrides],
             bind=bind_offer,
         )
     else:
         role: Role = "trainer" if trainer or topology.producers else "both"
+        registry.watching = (telling(progress),) if progress else ()
         with open_run(settings, (), registry, role=role) as run:
             from draftcore.run.train import train as train_run
 
@@ -93,8 +101,19 @@ def train(
     return Trained(reason, {label: found[-1].parent for label, found in whole.items() if found})
 
 
+def telling(progress: Callable[[int, dict[str, Any]], object]) -> Plugin:
+    """Return an observer that tells a function of each step; what that returns is not looked at."""
+
+    @hookimpl
+    def step_finished(step: int, metrics: Mapping[str, float], draft: str) -> None:
+        progress(step, {**metrics, "draft": draft} if draft else {**metrics})
+
+    hooks = SimpleNamespace(step_finished=step_finished)
+    return Plugin("progress", "a function", "of this program", "", instance=hooks)
+
+
 def export(
-    config: str | Path, *overrides: str, draft: str | None = None, checkpoint: Path | None = None,
+    config: Config, *overrides: str, draft: str | None = None, checkpoint: Path | None = None,
     out: Path | None = None, layout: str = "serving", force: bool = False,
     registry: Registry | None = None, say: Say = print,
 ) -> list[Path]:  # fmt: skip
@@ -123,13 +142,13 @@ def export(
 
 @contextmanager
 def open_run(
-    config: str | Path | RunConfig, overrides: Sequence[str] = (),
+    config: Config | RunConfig, overrides: Sequence[str] = (),
     registry: Registry | None = None, *, role: Role | None = None,
 ) -> Iterator[Run]:  # fmt: skip
     """Open a configured run; without a role it refuses to be started by torchrun."""
-    from draftcore.config import load_config  # pydantic, then torch: only for what works
+    from draftcore.config import RunConfig, load_config  # pydantic, then torch: only for what works
 
-    settings = load_config(Path(config), overrides) if isinstance(config, str | Path) else config
+    settings = config if isinstance(config, RunConfig) else load_config(config, overrides)
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
     # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

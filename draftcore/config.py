@@ -7,14 +7,14 @@ validated by the plugin's own model when it is bound. Importing this module cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftcore.contracts.offers import Free
-from draftcore.options import apply_overrides, read_yaml, validate_as
+from draftcore.options import Config, apply_overrides, read_yaml, validate_as
 from draftcore.plugins import catalog
 from draftcore.uris import require_no_secret
 
@@ -24,8 +24,8 @@ Few = Annotated[int, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
 # What else lies in the run's folder, which no label may be.
-RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl"}
-RESERVED |= {"queue.json", "run.json", "secret", "scale.json", "comparison.png"}
+RESERVED = {"checkpoints", "data", "eval", "export", "features", "logs", "metrics.jsonl", "secret"}
+RESERVED |= {"queue.json", "run.json", "scale.json", "comparison.png", "metrics.png", "config.json"}
 
 
 class Section(BaseModel):
@@ -86,7 +86,7 @@ class TuningConfig(Section):
     clip: float | None = Field(None, gt=0, le=1e9, description="gradient norm; or the algorithm's")
     weight_decay: float = Field(0.0, ge=0, le=100)
     betas: tuple[Share, Share] = (0.9, 0.999)
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="compute type over fp32 masters")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU")
 
 
 class TrainConfig(TuningConfig):
@@ -94,9 +94,7 @@ class TrainConfig(TuningConfig):
     max_steps: Free[Count | None] = Field(None, description="stop after this many steps")
     batch: Count = Field(8, description="rows captured and trained together")
     accumulate: Free[Count | None] = Field(None, description="batches a step; unset: one a rank")
-    prefetch: Free[Count | None] = Field(
-        None, description="batches ready ahead, per rank; unset: 2, or two per producer"
-    )
+    prefetch: Free[Count | None] = Field(None, description="batches ready a rank; unset: 2 or more")
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
     compile: Free[Literal["auto"] | bool] = Field("auto", description="auto: on CUDA if it repays")
     device: Free[str] = Field("auto", description="as target.device")
@@ -104,7 +102,9 @@ class TrainConfig(TuningConfig):
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
     checkpoint_every: Free[Count] = Field(500, description="steps between checkpoints")
     keep_checkpoints: Free[Count] = 2
-    eval_every: Free[Count | None] = Field(None, description="steps between evaluations")
+    eval_every: Free[int | None] = Field(
+        None, ge=0, le=10**9, description="steps between evaluations; unset: an epoch; 0: none"
+    )
     eval_samples: Free[Count] = Field(64, description="samples whose loss is measured each time")
     eval_prompts: Free[int] = Field(8, ge=0, le=10**9, description="prompts decoded; 0 is none")
     rank_timeout: Free[float] = Field(300, gt=0, le=1e6, description="seconds of silence at most")
@@ -156,21 +156,21 @@ class RunConfig(Section):
             raise ValueError(f"no draft can be labelled {taken.pop()!r}: the run's folder has it")
         if not (self.run.name and str(self.run).isprintable()):
             raise ValueError(f"run: {str(self.run)!r} names no folder of its own")
-        others = self.topology.ranks > 1 or self.topology.producers > 0
         launched = self.topology.options or self.topology.launcher != catalog.default("launcher")
-        if launched and not others:
+        if launched and self.topology.ranks + self.topology.producers == 1:
             raise ValueError("topology.launcher starts nothing: set topology.ranks or .producers")
         for key, uri in (("store", self.store), ("channel", self.channel)):
             require_no_secret(key, uri)
         return self
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's YAML and apply overrides in order.
+def load_config(config: Config, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's YAML, or take a mapping of what it would say, and apply overrides in order.
 
     Raises UsageError for a missing or malformed file, an override without `=`, and every key or
     value that the models above refuse, with the nearest known key.
     """
-    data = read_yaml(path)
+    data = read_yaml(config)
     apply_overrides(data, overrides)
-    return cast(RunConfig, validate_as(RunConfig, data, str(path)))
+    where = "the configuration" if isinstance(config, Mapping) else str(config)
+    return cast(RunConfig, validate_as(RunConfig, data, where))

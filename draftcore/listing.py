@@ -25,6 +25,7 @@ NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "ver
 @click.pass_obj
 def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     """List the plugins, with what they offer or what is wrong."""
+    plugins = registry.plugins
     offered = Counter((o.kind, o.name) for plugin in registry.ready for o in plugin.offers)
     clashes = [
         f"{' and '.join(p.name for p in registry.ready if p.offer(kind, name))} offer the {kind} "
@@ -33,20 +34,18 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
         if count > 1
     ]
     if as_json:
-        plugins = [
-            {k: v for k, v in vars(p).items() if k not in NOT_SHOWN} for p in registry.plugins
-        ]
-        click.echo(json.dumps({"plugins": plugins, "clashes": clashes}, indent=2, default=_plain))
+        data = [{k: v for k, v in vars(p).items() if k not in NOT_SHOWN} for p in plugins]
+        click.echo(json.dumps({"plugins": data, "clashes": clashes}, indent=2, default=_plain))
     else:
-        rows = [HEADER, *(row for plugin in registry.plugins for row in _rows(plugin))]
+        rows = [HEADER, *(row for plugin in plugins for row in _rows(plugin))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
         click.echo("\n".join(clashes), nl=bool(clashes))
-        slow = sorted(registry.plugins, key=lambda plugin: -plugin.import_ms)
+        slow = sorted(plugins, key=lambda plugin: -plugin.import_ms)
         times = (f"{plugin.name} {plugin.import_ms:.0f}" for plugin in slow if plugin.import_ms)
         click.echo(f"imported in ms: {', '.join(times) or 'none'}")
-    if check and (clashes or any(plugin.problem for plugin in registry.plugins)):
+    if check and (clashes or any(plugin.problem for plugin in plugins)):
         sys.exit(ExitStatus.FAILED)
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, get_args
+from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
 import yaml
 from yaml.error import MarkedYAMLError
@@ -17,6 +17,9 @@ from draftcore.files import regular
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+
+Config = str | Path | Mapping[str, Any]  # a run's YAML file, or what it would say
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,8 +48,14 @@ def _parse(text: str | TextIO) -> Any:
         raise ValueError(str(error)) from None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a mapping. Raises UsageError for a file that is missing, unreadable or anything else."""
+def read_yaml(config: Config) -> dict[str, Any]:
+    """Read a file that holds a mapping, or copy a mapping as the JSON data that it stands for.
+
+    Raises UsageError for a file that is missing, unreadable or anything else.
+    """
+    if isinstance(config, Mapping):
+        return cast(dict[str, Any], json.loads(json.dumps(dict(config), default=str)))
+    path = Path(config)
     try:
         with regular(path).open(encoding="utf-8") as stream:
             data = _parse(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 
@@ -48,3 +49,13 @@ def resolve_device(name: str) -> torch.device:
             "  use device=cpu, or install a CUDA build of torch"
         )
     return device
+
+
+def require_devices(first: torch.device, count: int, key: str) -> None:
+    """Raise UsageError where a setting asks for more devices, or a CPU's cores, than there are."""
+    cuda, after = first.type == "cuda", torch.cuda.device_count() - (first.index or 0)
+    if count > (here := after if cuda else os.cpu_count() or 1):
+        raise UsageError(
+            f"{key} is {count}, and from {first} on there are {here} {'devices' if cuda else 'cores'}\n"
+            f"  set {key} to {here} at most"
+        )

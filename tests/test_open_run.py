@@ -1,7 +1,10 @@
 """What `contracts.run` promises of a run is there, on a run that is really opened."""
 
 import inspect
+import json
 import re
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -120,3 +123,32 @@ def test_who_captures_by_an_engine_that_is_not_installed_is_told_before_rows_are
 def test_a_manifest_of_features_of_before_there_were_others_is_read() -> None:
     held = {"layers": [1, 3], "last_hidden": True, "dtype": "float32"}
     assert FeatureRequest.from_json(held) == FeatureRequest((1, 3), True, "float32")
+
+
+def test_a_mapping_is_a_configuration_and_a_function_is_told_of_each_step(
+    tmp_path: Path, target_folder: Path
+) -> None:
+    """Whatever the function returns; a mapping is answered as a file is."""
+    config = {
+        "run": tmp_path / "run",
+        "target": {"path": target_folder, "device": "cpu"},
+        "data": {"train": conversations(tmp_path / "train.jsonl", 6)},
+        "algorithm": {"name": "eagle3", "options": {"layers": [1, 2, 4], "ttt_length": 2}},
+        "train": {"batch": 2, "device": "cpu"},
+    }
+    losses = dict[int, float]()
+    tell = lambda step, metrics: losses.setdefault(step, metrics["loss"])  # noqa: E731
+    done = draftcore.train(config, "train.lr=3e-4", progress=tell, say=lambda line: None)
+    assert (done.reason, sorted(losses)) == ("complete", [1, 2, 3])
+    with pytest.raises(UsageError, match=r"(?s)the configuration: 1 wrong.*did you mean 'epochs'"):
+        draftcore.train({**config, "train": {"epoch": 3}})
+    with pytest.raises(UsageError, match="leave progress out"):
+        draftcore.train(config, "topology.ranks=2", progress=tell)
+    elsewhere = {**config, "run": tmp_path / "ranks", "topology": {"ranks": 2}}
+    assert draftcore.train(elsewhere, say=lambda line: None).reason == "complete"
+    code = (
+        "import sys, draftcore; draftcore.export(sys.argv[1]);"
+        "assert 'torch._dynamo' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config, default=str))))
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.yaml")], check=True)

@@ -118,7 +118,8 @@ class StepOutput:
     `StepOutput(terms=[(numerator, denominator, weight), ...], counts=...)`: then the loss is the sum
     of weight * numerator / denominator. Numerators, which carry the gradient, and denominators, which
     do not, add up over micro-batches and ranks before the division; so do the two numbers of each
-    metric in `counts`. A term whose denominators add up to 0 adds nothing.
+    metric in `counts`. A term whose denominators add up to 0 adds nothing. Metrics NAME_0, NAME_1, ... are
+    one by position: progress shows the mean of `loss_*`, and each of `accuracy_*` and `acceptance_*`.
     """
 
     terms: Sequence[tuple[Tensor, Tensor, float]]

@@ -90,8 +90,8 @@ class Specs:
     ) -> str:
         """Start the processes of a run and keep them alive; return how training ended. First result.
 
-        `config` is the run's, `command` draftcore's and `arguments` those of its verb; `bind` reaches other
-        offers by kind, name and options.
+        `config` is the run's, `command` draftcore's and `arguments` those of its verb, none where no file
+        has the configuration; `bind` reaches other offers by kind, name and options.
         """
 
     @hookspec(firstresult=True)

@@ -75,8 +75,12 @@ class TargetSpec(Protocol):
     def weight_bytes(self) -> int:
         """Return the size of the stored weights."""
 
-    def require_layers(self, request: FeatureRequest) -> None:
-        """Raise UsageError for a layer, or a number of logits, that the target does not have."""
+    def require_layers(self, request: FeatureRequest, here: bool = False) -> None:
+        """Raise UsageError for a layer, or a number of logits, that the target does not have.
+
+        Where its model is to run `here`, also for a device that is not there, and for weights that would
+        not load, as far as that is known in seconds: it is asked before rows are rendered.
+        """
 
     def embedding(self) -> Tensor:
         """Return the token embedding, [V, H], in the stored dtype."""

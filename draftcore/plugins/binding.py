@@ -60,11 +60,9 @@ def bind(
     assert offer is not None
     where = f"the {kind} {name!r}, plugin {owner}"
     checked = validate(offer.options, options, f"options of {where}", beside)
-    instance = owner.instance
-    if offer.implementation:
-        instance = _implementation(offer.implementation, where)(checked)
+    made = offer.implementation and _implementation(offer.implementation, where)(checked)
     chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}
-    chosen[owner.name] = dataclasses.replace(owner, instance=instance)
+    chosen[owner.name] = dataclasses.replace(owner, instance=made or owner.instance)
     bound = _manager(chosen.values(), owner.name)
     for hook in first_results():
         if len(rivals := sorted(owners(getattr(bound.hook, hook)))) > 1:
@@ -78,11 +76,11 @@ def bind(
 
 
 def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
-    """Return the hooks of the run's observers alone: the plugins named and the loose files.
+    """Return the hooks of the run's observers: the plugins named, the loose files, who else watches.
 
     A `Stop` that one of them returns is given its plugin's name.
     """
-    return cast(Specs, _manager(registry.extras(extras)).hook)
+    return cast(Specs, _manager([*registry.extras(extras), *registry.watching]).hook)
 
 
 def _implementation(path: str, where: str) -> Any:

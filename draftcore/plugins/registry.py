@@ -38,8 +38,11 @@ SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
 class Registry:
     """What `load` found, sorted by plugin name. A plugin is judged when it is first asked for.
 
-    A registry that is `verbose` names each plugin on stderr before it is imported.
+    A registry that is `verbose` names each plugin on stderr before it is imported. Who is `watching` observes
+    the runs of this process, and is part of none: no checkpoint names it.
     """
+
+    watching: tuple[Plugin, ...] = ()
 
     def __init__(self, installed: Iterable[Plugin]) -> None:
         self.installed, self.verbose = tuple(installed), False
@@ -50,13 +53,11 @@ class Registry:
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
             if self.verbose:
                 print(f"importing {plugin}", file=sys.stderr, flush=True)
+            started = time.perf_counter()
             with _setting_aside(plugin, plugin.module):
                 _check_metadata(plugin, self.installed)
-            started = time.perf_counter()
-            if not plugin.problem:
-                with _setting_aside(plugin, plugin.module):
-                    _check_code(plugin, self)
-                plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
+                _check_code(plugin, self)
+            plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
             if not plugin.problem:
                 plugin.state = "ready"
         return chosen
@@ -108,19 +109,19 @@ class Registry:
         bad = [p for p in bad if p.offer(kind, name) or {name, ours} & {p.name, p.dist}]
         raise self._refusal(kind, name, usable or bad, sorted(self.offered(kind)))
 
-    def named(self, name: str) -> Plugin:
-        """Return the plugin of this name. Raises UsageError unless it is ready."""
+    def named(self, name: str, kind: Kind = "plugin") -> Plugin:
+        """Return the plugin of this name; for errors, its kind. Raises UsageError unless it is ready."""
         same = self.judged(lambda plugin: plugin.name == name)
         if len(usable := [plugin for plugin in same if not plugin.problem]) == 1:
             return usable[0]
-        raise self._refusal("plugin", name, same, [plugin.name for plugin in self.installed])
+        raise self._refusal(kind, name, same, [plugin.name for plugin in self.installed])
 
     def extras(self, names: Iterable[str]) -> tuple[Plugin, ...]:
         """Return the wrappers and observers of a run: those named, and every loose file.
 
         Raises UsageError for one that is named and neither watches nor wraps anything.
         """
-        named = [self.named(name) for name in names]
+        named = [self.named(name, "observer") for name in names]
         for plugin in named:
             of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
             if not {*plugin.hooks} - {"describe", "commands"} - of_offers:

@@ -24,6 +24,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "ranks": ("ranks", "launch"),
     "graph": ("graph_backend",),
     "verb": ("commands",),
+    "observer": (),
 }
 SPECS: list[Any] = [Specs]
 

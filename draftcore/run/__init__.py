@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,9 @@ class Run(OpenRun):
         self.closing = ExitStack()  # of the stores that were opened, however the verb ends
         self.selected = dict[tuple[str, str], Binding]()
         self.opened_evaluation: Evaluation | None = None
+        for offer in (offer for p in registry.extras(config.plugins) for offer in p.offers):
+            if offer.kind == "observer" and (lacks := offer.lacks()):
+                raise UsageError(lacks)
         self.capture = self.select("capture", config.capture)
         for key in {"batches", "channel", "store"} & config.model_fields_set:
             if (name := getattr(config, key).partition(":")[0]) != "auto":
@@ -85,7 +88,8 @@ class Run(OpenRun):
         self.width = int(self.target.text_config.hidden_size)
         labels = config.drafts or [""]
         self.drafts: tuple[DraftRun, ...] = tuple(DraftRun(self, label) for label in labels)
-        watching = (Registry(()), ()) if ranks.rank else (registry, config.plugins)
+        always = {catalog.default("observer")} & registry.offered("observer").keys()
+        watching = (Registry(()), ()) if ranks.rank else (registry, [*config.plugins, *always])
         self.observers: Specs = observers(*watching)
 
     @functools.cached_property
@@ -247,14 +251,29 @@ class Run(OpenRun):
             return
         options = {k: n for d in self.drafts if d.options for k, n in vars(d.options).items()}
         counts = [f"algorithm.options.{k}={n}, " for k, n in options.items() if type(n) is int]
+        _, step = self.step_memory([self.data.longest] * self.config.train.batch)
+        taken = f", where a step takes up to {format_size(step)} beside weights" * (step > 0)
         free = format_size(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         raise DraftcoreError(
             f"{' '.join(re.split(r'(?<=[.]) ', raised(error))[:3])}\n"
             f"  asked: train.batch={self.config.train.batch}, data.max_length={self.data.longest}, "
-            f"{''.join(counts)}vocabulary {self.target.vocab_size}; free beside GPUs: {free}\n"
+            f"{''.join(counts)}vocabulary {self.target.vocab_size}{taken}; free beside GPUs: {free}\n"
             "  lower these, in this order, in another run folder, and eval.batch to evaluate; or set "
-            "topology.producers, to capture in other processes, or train.shard, to divide drafts"
+            "topology.producers, to capture in other processes, or train.shard, to divide drafts\n"
+            "  `draftcore plan` says what each comes to"
         )
+
+    def step_memory(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Return what all drafts take between steps, and the most that a step on such rows takes more.
+
+        Both are 0 where nobody knows, or is here to say.
+        """
+        masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
+        with suppress(Exception):  # of an algorithm that reads what features hold
+            hook: Any = self.bind("memory", name := catalog.default("memory")).hook
+            taken = [hook.step_memory(name=name, draft=d, masks=masks) for d in self.drafts]
+            return sum(held for held, _ in taken), max(peak - held for held, peak in taken)
+        return 0, 0
 
     def manifest(self, drafts: Iterable[DraftRun], *shared: Any) -> list[dict[str, str]]:
         """Name, dist, version and origin of every plugin that these drafts depend on."""

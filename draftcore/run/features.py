@@ -30,7 +30,7 @@ class Features:
     """
 
     request: FeatureRequest
-    provenance: str
+    provenance: str = ""
     binding: Bound | None = None
     store: FeatureStore | None = None
     keeps: bool = False
@@ -67,7 +67,7 @@ def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Feature
     a store that this role cannot use, and for one that holds features which this run cannot use.
     """
     request, uri = requested_features(run), run.config.store
-    features = Features(request, run.provenance(request))
+    features = Features(request)
     if uri != "auto":
         features.binding, features.store = run.open_store(uri)
         durable = "durable" in features.binding.capabilities
@@ -75,6 +75,7 @@ def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Feature
     if features.keeps:
         features.manifest = cast(DurableStore, features.store).read_manifest()
     require_usable_store(run, role, features)
+    features.provenance = run.provenance(request)  # it may read all weights
     if features.manifest is None:
         return features
     stored = FeatureRequest.from_json(features.manifest["request"])
@@ -113,8 +114,10 @@ def require_usable_store(run: Run, role: str, features: Features) -> None:
             f"this run has several processes, and the store {store!r} is reached by one only\n"
             "  set store=file:FOLDER, or another store that `draftcore list-plugins` shows as shared"
         )
-    if role != "trainer" and not features.complete and (lacks := run.capture.offer.lacks()):
+    captures = role != "trainer" and not features.complete
+    if captures and (lacks := run.capture.offer.lacks()):
         raise UsageError(lacks)
+    run.target.require_layers(features.request, captures and "graphs" in run.capture.capabilities)
     on_each_rank = role == "both" and ranks > 1 and not features.complete
     if on_each_rank and not (run.target.devices == 1 and "per-rank" in run.capture.capabilities):
         raise UsageError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,21 +26,25 @@ from draftcore.training.metrics import fetch, ratios, totals
 
 
 class HeldOut:
-    """Measures drafts in training every `train.eval_every` steps; all drafts of a run share it.
+    """Measures drafts in training as `train.eval_every` says; all drafts of a run share it.
 
-    Opening it reads the held-out rows.
+    It is made before rows are rendered, and refuses what cannot be measured.
     """
 
-    def __init__(self, run: Run, features: Features, date: str) -> None:
+    def __init__(self, run: Run, features: Features) -> None:
         train = run.config.train
         if run.data.eval is None:
             raise UsageError("train.eval_every needs held-out rows: set data.eval")
         self.run, self.request, self.device = run, features.request, run.ranks.device(train.device)
-        self.rows = run.data.samples("eval", date, train.eval_samples)
-        self.more = dict[str, Callable[[Draft], dict[str, float]]]()  # what an evaluation finds
-        if train.eval_prompts:
-            evaluation = run.evaluation()
-            self.more = {draft.label: evaluation.in_training(draft) for draft in run.drafts}
+        decoding = run.drafts if train.eval_prompts else ()  # what an evaluation finds, beside
+        self.more = {draft.label: run.evaluation().in_training(draft) for draft in decoding}
+
+    def read(self, date: str) -> None:
+        """Read the held-out rows; their template is told the date of those that are trained on."""
+        try:
+            self.rows = self.run.data.samples("eval", date, self.run.config.train.eval_samples)
+        except UsageError as error:
+            raise UsageError(f"{error}\n  train.eval_every=0 trains without these rows") from None
 
     @functools.cached_property
     def samples(self) -> list[Sample]:
@@ -73,8 +76,7 @@ class HeldOut:
             built.module.eval()
             with torch.compiler.set_stance("force_eager"):
                 for start in range(0, len(self.samples), size):
-                    some = self.samples[start : start + size]
-                    batch = collate(draft, request, some, self.device)
+                    batch = collate(draft, request, self.samples[start : start + size], self.device)
                     outputs.append(hook.forward_loss(batch=batch, **asked))
             report = dict[str, Any](ratios([fetch(totals(outputs))()]))
             if measure := self.more.get(draft.label):

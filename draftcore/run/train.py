@@ -27,6 +27,7 @@ from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.files import hold, write_sealed
+from draftcore.progress import in_words
 from draftcore.run import DraftRun, Role, Run, changes, differences
 from draftcore.run.capture import fill_store
 from draftcore.run.features import Features, make_plan, open_features, open_samples
@@ -37,6 +38,7 @@ from draftcore.training import loop
 from draftcore.training.checkpoint import RUN, Checkpoint, best, read_run
 from draftcore.uris import format_size
 
+LEAST = 0.5  # of what a step takes where all is learned and nothing compiled
 TEXT_BYTES = 9  # of a token in a store, beside its features
 
 
@@ -82,6 +84,8 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
                 elsewhere.end("finished" if reason in ("complete", "stopped") else "failed")
         finally:
             step = max(trainer.step for trainer in trainers)
+            if not ranks.rank:
+                write_sealed(run.folder / RUN, {**read_run(run.folder), "ended": (reason, step)})
             run.observers.run_finished(run=run.folder, step=step, reason=reason)
     say_end(parts, reason, stopped, say)
     if failed:
@@ -100,8 +104,8 @@ def say_beginning(parts: TrainerParts, say: Callable[[str], None]) -> None:
             continue
         if trainer.step:
             say(f"{draft.prefix}resuming from step {trainer.step} of {total}")
-        if about := trainer.built.about:
-            say(f"{draft.prefix}a draft of {about}")
+        about = f"a draft of {trainer.built.about}, " if trainer.built.about else ""
+        say(f"{draft.prefix}{about}trained in {trainer.precision} on {trainer.device}")
     if parts.first_step < total:
         batches, rows = plan.accumulate, plan.accumulate * plan.batch
         say(f"a step: {plural(batches, 'batch')}, {plural(rows, 'row')}")
@@ -122,7 +126,7 @@ def say_end(
             f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
         )
         if named := best(trainer.checkpoints):
-            say(f"{draft.prefix}best: {named['step']}, held-out loss {named['loss']:.4g}")
+            say(f"{draft.prefix}best: {named['step']}, held-out {in_words(named)}")
         if stop is not None:
             say(f"{draft.prefix}stopped by the plugin {stop.plugin}: {stop.reason}")
     if skipped:
@@ -187,6 +191,8 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
     ranks.device(config.train.device)  # one that is not here is refused before anything is opened
     run_id = ranks.on_rank0(lambda: read_run_id(run.folder))
     features = open_features(run, role)
+    every, eval_set = config.train.eval_every, bool(config.data.options and run.data.eval)
+    held_out = HeldOut(run, features) if (eval_set if every is None else every) else None
     samples = open_samples(run, features)
     checkpoints = [draft.checkpoint() for draft in run.drafts]
     resumed = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
@@ -208,8 +214,8 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
         for draft, last in zip(run.drafts, checkpoints, strict=True):
             if last is not None:
                 require_same_run(last, draft, features, plan)
-    # It is opened before what takes hours.
-    held_out = HeldOut(run, features, samples.summary.date) if config.train.eval_every else None
+    if held_out is not None:
+        held_out.read(samples.summary.date)  # before what takes hours
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
@@ -297,18 +303,19 @@ def open_batches(parts: TrainerParts, closing: ExitStack) -> Iterable[Loaded]:
 
 def require_memory(parts: TrainerParts) -> None:
     """Refuse at start-up what cannot fit on the device, with the figures."""
-    run, device = parts.run, parts.trainers[0].device
+    run, device, plan = parts.run, parts.trainers[0].device, parts.plan
     if device.type != "cuda":
         return
-    trained = sum(p.numel() for t in parts.trainers for p in t.parameters)
-    features = parts.plan.largest(1) * parts.features.request.token_bytes(run.width)
     here = parts.features.store is None and resolve_device(run.target.device) == device
     target = run.target.weight_bytes() // run.target.devices if here else 0
+    rows = max(plan.batches, key=lambda rows: len(rows) * plan.padded(rows))
+    held, step = run.step_memory(plan.lengths[list(rows)].tolist())
+    held = held or 16 * sum(p.numel() for t in parts.trainers for p in t.parameters)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    if (need := target + 16 * trained + features) > free:
+    if (need := target + held + int(LEAST * step)) > free:
         raise UsageError(
             f"this run needs {format_size(need)} on {device}, and {format_size(free)} are free\n"
-            f"  target {format_size(target)}, {trained} trained parameters of 16 bytes "
-            f"{format_size(16 * trained)}, features of a batch {format_size(features)}\n"
-            "  set topology.producers=1 to capture on another device, or capture at servers"
+            f"  target {format_size(target)}, drafts with optimizer {format_size(held)}, and a step of "
+            f"{plural(len(rows), 'row')} at least the rest\n"
+            "  `draftcore plan` says what to lower; topology.producers=1 captures on another device"
         )

@@ -34,7 +34,7 @@ from draftcore.training.ranks import SINGLE_RANK
 
 logger = logging.getLogger(__name__)
 MARK = "COMPLETE"
-RUN = "run.json"  # in a run's folder and a draft's: the run's id, the draft's best step
+RUN = "run.json"  # in a run's folder its id, and how it ended; in a draft's, its best step
 FORMAT = 2
 Tensors = dict[str, Tensor]
 DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.json"
@@ -167,17 +167,21 @@ def read_run(folder: Path) -> dict[str, Any]:
 def best(root: Path) -> Mapping[str, Any]:
     """Return what run.json says of the best checkpoint under `root`; nothing where none is there.
 
-    Its folder, `step`, and its `loss` on the held-out `rows`.
+    Its folder, `step`, and on the held-out `rows` its `acceptance_length`, or its `loss`.
     """
     named = read_run(root.parent).get("best", {})
     return named if (root / named.get("step", "") / MARK).exists() else {}
 
 
-def name_best(folder: Path, loss: float, rows: str) -> None:
-    """Name a checkpoint in run.json if no other of the same held-out rows has a loss as low."""
-    run, before = folder.parent.parent, best(folder.parent)
-    if math.isfinite(loss) and (before.get("rows") != rows or loss < before["loss"]):
-        named = {"step": folder.name, "loss": loss, "rows": rows}
+def name_best(folder: Path, measure: str, value: float, rows: str) -> None:
+    """Name a checkpoint in run.json if no other of the same held-out rows measures as well.
+
+    That is a lower `loss`, or a higher `acceptance_length`; what was best by another measure is not.
+    """
+    run, before, sign = folder.parent.parent, best(folder.parent), -1 if measure == "loss" else 1
+    anew = before.get("rows") != rows or measure not in before
+    if math.isfinite(value) and (anew or sign * value > sign * before[measure]):
+        named = {"step": folder.name, measure: value, "rows": rows}
         write_sealed(run / RUN, {**read_run(run), "best": named})
 
 

@@ -37,7 +37,7 @@ from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import STEPS
-from draftcore.progress import Progress
+from draftcore.progress import Progress, in_words
 from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
 from draftcore.training.compiled import MIN_STEPS_TO_COMPILE, Compiled
@@ -198,8 +198,7 @@ class Drafts:
                     self.active.remove(trainer)
                     self.stopped[trainer.label] = answer
                 if trainer.evaluation:
-                    line = f"{trainer.label} step {done}: {trainer.evaluation}"
-                    self.progress.tell(line.lstrip())
+                    self.progress.tell(trainer.evaluation)
         if reporting:
             self.progress.show(done, {t.label: t.metrics for t in self.active if t.metrics})
 
@@ -261,22 +260,26 @@ class Trainer:
     last: dataclasses.InitVar[checkpoint.Checkpoint | None]
 
     def __post_init__(self, last: checkpoint.Checkpoint | None) -> None:
-        draft, run = self.draft, self.draft.run
+        draft, run, plan = self.draft, self.draft.run, self.plan
         self.label, self.config, self.options = draft.label, draft.config.train, draft.options
         self.hook, self.ranks, self.observers = draft.algorithm.hook, run.ranks, run.observers
         self.checkpoints = draft.folder / "checkpoints"
         self.step = self.saved_step = last.step if last is not None else 0
         self.current_step, self.previous_step = Step(), Step()
         self.metrics, self.evaluation = dict[str, float](), ""  # as last reported
-        self.held_out = 0, math.nan  # the step that was evaluated last, and its loss
+        self.held_out = 0, "loss", math.nan  # the step that was evaluated last, and how good it is
+        self.eval_every = self.config.eval_every or min(plan.steps_per_epoch, plan.total_steps)
         self.device = self.ranks.device(self.config.device)
+        # bf16 that is emulated is no quicker.
+        half = self.device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        begun = last.state["precision"] if last is not None else "bf16" if half else "fp32"
+        self.precision = begun if self.config.precision == "auto" else self.config.precision
         self.built.module.to(self.device)
         if last is not None:
             last.load_draft(self.built, self.ranks)
         self.sharded: Any = None  # also where a single rank is to shard it
         if self.config.shard:
-            whole = checkpoint.trained_tensors
-            evaluated = self.evaluate is not None
+            evaluated, whole = self.evaluate is not None, checkpoint.trained_tensors
             self.sharded = self.ranks.shard(self.hook, self.built, self.options, evaluated, whole)
         self.make_optimizer()
         saved = last.load_optimizer(self.optimizer, self.built.module, self.ranks) if last else {}
@@ -361,7 +364,7 @@ class Trainer:
         plan, epoch = self.plan, self.step // self.plan.steps_per_epoch + 1
         context = StepContext(self.step + 1, plan.total_steps, self.config.seed, epoch=epoch)
         asked = {"context": context, "options": self.options}
-        half = torch.autocast(self.device.type, torch.bfloat16, self.config.precision == "bf16")
+        half = torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16")
         try:
             with self.random:
                 batch = collate(self.draft, self.request, samples, self.device)
@@ -407,8 +410,7 @@ class Trainer:
         if self.compiled is not None:
             step.metrics["compilations"] = self.compiled.compilations
         self.step += 1
-        every = self.config.checkpoint_every, self.config.eval_every
-        step.due = any(n and self.step % n == 0 for n in every)
+        step.due = 0 in (self.step % self.config.checkpoint_every, self.step % self.eval_every)
         for group, rate in zip(self.optimizer.param_groups, group_rates, strict=True):
             group["lr"] = rate
         good = norm.isfinite() & (divisor > 0)
@@ -449,13 +451,16 @@ class Trainer:
         the gradient was not finite; the weights are as before.
         """
         self.metrics, self.evaluation = {**self.previous_step.metrics, **ratios(sums), **timing}, ""
-        learned = self.metrics["loss"] or self.metrics["grad_norm"]
-        if self.step == 1 and not learned and 0 in sums[0]:  # which is a term of the loss
+        if self.step == 1 and self.metrics["loss"] == self.metrics["grad_norm"] == 0:
             with self.ranks.raise_on_all():
-                raise DraftcoreError(
-                    "the rows of the first step teach nothing: loss and gradient are 0\n"
-                    "  `draftcore data show` marks what is learned of rows; their last tokens teach nothing"
-                )
+                # The draft's own vocabulary may lack their best tokens: the masks are asked.
+                samples = self.previous_step.samples
+                asked = self.draft, self.request, samples, self.device
+                if samples and not collate(*asked).loss_mask_BT.any():
+                    raise DraftcoreError(
+                        "the rows of the first step teach nothing: none of their tokens counts\n"
+                        "  `draftcore data show` marks what is learned; last tokens teach nothing"
+                    )
         epoch = self.metrics["epoch"] = (self.step - 1) // self.plan.steps_per_epoch + 1
         self.metrics["tokens_per_second"] = timing["tokens"] / timing["seconds"]
         if self.device.type == "cuda":
@@ -467,17 +472,19 @@ class Trainer:
             self.log.write({"step": self.step, "time": time.time(), **self.metrics})
         where = {"step": self.step, "draft": self.label}
         answers = self.observers.step_finished(metrics=self.metrics, **where)
-        if self.step % self.config.checkpoint_every == 0:
+        evaluate = self.evaluate if self.step % self.eval_every == 0 else None
+        by_default = evaluate and not self.config.eval_every  # an epoch's end may be the best
+        if by_default or self.step % self.config.checkpoint_every == 0:
             self.save()
-        evaluate, every = self.evaluate, self.config.eval_every or 1
-        if evaluate is not None and self.step % every == 0:
+        if evaluate is not None:
             whole = self.sharded.whole() if self.sharded else self.built
-            total, seed = self.plan.total_steps, self.config.seed
-            context = StepContext(self.step, total, seed, training=False, epoch=epoch)
+            context = StepContext(self.step, self.plan.total_steps, self.config.seed, False, epoch)
             report = self.ranks.on_rank0(lambda: evaluate(whole, context))
-            self.held_out = self.step, report.get("loss", math.nan)
+            decoded = self.config.eval_prompts and "acceptance_length" in report
+            measure = "acceptance_length" if decoded else "loss"
+            self.held_out = self.step, measure, report.get(measure, math.nan)
             self.log.write({"step": self.step, "time": time.time(), "evaluation": report})
-            self.evaluation = "  ".join(f"{name} {value:.4g}" for name, value in report.items())
+            self.evaluation = f"{self.label} step {self.step}: held-out {in_words(report)}".lstrip()
             answers = answers + self.observers.evaluated(report=report, **where)
         if self.hooks_to_ask:  # by rank 0, where observers are
             (answers, *_) = self.ranks.all_gather(answers)
@@ -489,9 +496,8 @@ class Trainer:
         Of the batch that is still in memory single rows are found, of any other the batch.
         """
         self.step -= 1
-        step = self.previous_step
+        step, guilty = self.previous_step, list[str]()
         samples = () if self.sharded else step.samples
-        guilty = []
         for planned, output in step.outputs[:-1] if samples else step.outputs:
             if not all(bool(numerator.isfinite()) for numerator, *_ in output.terms):
                 guilty.append(f"one of the rows {list(planned.rows)}")
@@ -532,6 +538,7 @@ class Trainer:
             "samples_seen": self.plan.rows_before(self.step),
             "plan": self.plan.key,
             "accumulate": self.plan.accumulate,
+            "precision": self.precision,
             "config": self.draft.config.model_dump(mode="json"),
             "draft": dict(self.built.config),
             "skipped": sorted(self.skipped.items()),
@@ -562,7 +569,7 @@ class Trainer:
         """
         writing, self.writing = self.writing, None
         if writing is not None:
-            folder, (evaluated, loss) = self.ranks.on_rank0(writing.result), self.held_out
+            folder, (evaluated, measure, value) = self.ranks.on_rank0(writing.result), self.held_out
             if evaluated == self.saved_step and not self.ranks.rank:
-                checkpoint.name_best(folder, loss, self.about["held_out"])
+                checkpoint.name_best(folder, measure, value, self.about["held_out"])
             self.observers.checkpoint_saved(folder=folder, step=self.saved_step, draft=self.label)

@@ -95,7 +95,7 @@ def test_observers_are_those_selected_and_the_loose_files(site: Site) -> None:
     observers(registry, ["chosen"]).step_finished(step=3, metrics={})
     seen = {plugin.name: plugin.instance.seen for plugin in registry.plugins}
     assert seen == {"at_hand": [3], "chosen": [3], "idle": []}
-    with pytest.raises(UsageError, match=r"no plugin 'chozen' .did you mean 'chosen'"):
+    with pytest.raises(UsageError, match=r"no observer 'chozen' .did you mean 'chosen'"):
         observers(registry, ["chozen"])
 
 

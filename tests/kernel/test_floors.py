@@ -50,7 +50,7 @@ ELSEWHERE = {
     "draftcore/stopping.py": (1, "/dev/null"),
     "draftcore/training/checkpoint.py": (3, "a folder just made"),
     "draftcore-data/draftcore_data/regenerate.py": (2, "files that the command line names"),
-    "draftcore-eval/draftcore_eval/report.py": (1, "memory"),
+    "draftcore-eval/draftcore_eval/plots.py": (1, "memory"),
     "draftcore-file/draftcore_file/store.py": (
         3,
         "a descriptor, a file to lock, a mark without content",

@@ -40,12 +40,13 @@ class Run:
     def __init__(self, folder: Path, target: Path, name: str, **options: Any) -> None:
         self.yaml, self.folder = folder / "run.yaml", folder / "run"
         held_out = conversations(folder / "eval.jsonl", ["yes it is", "no"])
+        often = {"log_every": 1, "checkpoint_every": 1, "eval_every": 0}
         config = {
             "run": str(self.folder),
             "target": {"path": str(target), "device": "cpu"},
             "data": {"train": str(conversations(folder / "train.jsonl", 8)), "eval": str(held_out)},
             "algorithm": {"name": name, "options": options},
-            "train": {"batch": 4, "log_every": 1, "checkpoint_every": 1, "device": "cpu"},
+            "train": {"batch": 4, **often, "device": "cpu"},
             "eval": {"max_new_tokens": 12},
         }
         self.yaml.write_text(yaml.safe_dump(config))

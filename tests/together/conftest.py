@@ -141,13 +141,14 @@ def make_project(
 ) -> Project:
     train = conversations(folder / "train.jsonl", samples)
     held_out = conversations(folder / "eval.jsonl", ["yes it is", "abcabcabc", "no"])
+    often = {"log_every": 1, "checkpoint_every": 2, "eval_every": 0}
     config: dict[str, Any] = {
         "run": str(folder / "run"),
         "target": {"path": str(target_folder), "dtype": "float32", "device": "cpu"},
         "data": {"train": str(train), "eval": str(held_out), "max_length": 256},
         "algorithm": {"name": "eagle3", "options": OPTIONS["eagle3"]},
         "store": f"file:{folder / 'features'}",
-        "train": {"batch": 4, "lr": 0.003, "log_every": 1, "checkpoint_every": 2, "device": "cpu"},
+        "train": {"batch": 4, "lr": 0.003, **often, "precision": "fp32", "device": "cpu"},
         "eval": {"max_new_tokens": 16, "batch": 2},
     }
     for key, value in changes.items():

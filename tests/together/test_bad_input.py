@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from draftcore_sdk.targets import conversations, tiny_target
 
+import draftcore
 from draftcore.cli import main
 from draftcore.plugins.registry import load_plugins
 from tests.forks import mount_small, start_process
@@ -41,6 +42,7 @@ def refused(
 
 # ------------------------------------------------------------ the configuration
 
+EMPTY = Path(draftcore.__file__).with_name("py.typed")
 TWO = "algorithm=null 'drafts={blocks: {algorithm: {name: dflash}}, domino: {algorithm: {name: domino}}}'"
 
 
@@ -60,9 +62,13 @@ TWO = "algorithm=null 'drafts={blocks: {algorithm: {name: dflash}}, domino: {alg
         ("train train.device=gpu", ["'gpu'", "cuda:N"]),
         ("train target.device=gpu", ["'gpu'", "cuda:N"]),
         ("train target.tensor_parallel=2 train.eval_every=1", ["set train.eval_prompts=0"]),
+        ("train data.eval=nowhere.jsonl train.eval_every=null", ["nowhere", "train.eval_every=0"]),
         ("train target.path=./nowhere", ["./nowhere", "target.path"]),
         ("train data.max_skiped=0.5", ["(did you mean 'max_skipped'?)", "max_length", "plugin"]),
         ("train data.train=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("train data.eval=nowhere.jsonl", ["nowhere.jsonl"]),
+        (f"train data.eval={EMPTY}", ["data.eval: ", "holds no row"]),
+        ("train data.eval=null train.eval_every=1", ["set data.eval"]),
         ("capture store=auto", ["file:"]),
         ("eval", ["draftcore train"]),
         ("eval eval.temperature=1e-300", ["temperature", "0 is greedy"]),
@@ -90,8 +96,8 @@ def test_what_cannot_be_done_is_refused_before_any_work_with_what_there_is(
     project.plugins = [ODD]
     refused(project, *shlex.split(arguments), says=says)
     assert not (project.run / "checkpoints").exists()
-    if "capture.name=sglang" in arguments:
-        assert not (project.run / "data").exists(), "before any row is rendered"
+    if "train.compile" not in arguments:
+        assert not (project.run / "data" / "train" / "rows.bin").exists(), "not a row is rendered"
     assert not [path for path in Path("/dev/shm").iterdir() if "refused" in path.name]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 CUDA = ("target.device=cuda", "train.device=cuda")
-HALVES = ("target.dtype=bfloat16", "train.precision=bf16")
+HALVES = ("target.dtype=bfloat16", "train.precision=auto")
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 DRAFTS = {name: {"algorithm": {"name": name, "options": given}} for name, given in OPTIONS.items()}
 
@@ -51,7 +51,7 @@ def test_bf16_trains_over_fp32_masters_and_decodes_losslessly_up_to_ties(
     project: Project, original: Project
 ) -> None:
     """The losses of fp32 but for rounding, with which a teacher's best token may be another."""
-    project.cli("train", *CUDA, *HALVES)
+    assert "trained in bf16 on cuda" in project.cli("train", *CUDA, *HALVES).output
     require_losses(project, original.losses(), rel=0.3)
     report = json.loads(project.cli("eval", *CUDA, *HALVES, "--json").stdout)
     assert report["lossless"] is True

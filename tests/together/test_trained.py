@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+from draftcore_eval import curves, plots
 from draftcore_sdk.targets import CHATML
 
 from tests.together.conftest import NewProject, Project
@@ -113,6 +115,33 @@ def test_nothing_is_written_through_a_link_in_a_runs_folder(project: Project) ->
     project.cli("eval")
     assert victim.read_text() == "mine"
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_leaves_its_curves_and_a_plot_that_cannot_be_drawn_ends_none(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has named what draws them; a resumed run's are whole, and no link is followed."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(curves, "SHORT", 0.0)
+    monkeypatch.setattr(plots, "save", lambda figure, file: drawn.append(figure))
+    more = "train.eval_every=2", "train.eval_prompts=0", "store=auto"
+    project.cli("train", "train.max_steps=2", *more)
+    project.cli("train", "train.max_steps=4", *more)
+    loss, acceptance = drawn[-1].axes
+    faint, mean, held_out = (list(line.get_xdata()) for line in loss.lines)
+    assert (faint, mean, held_out) == ([1, 2, 3, 4], [1, 2, 3, 4], [2, 4])
+    assert len(acceptance.lines) == 2 * len(loss.lines)  # of two positions
+    monkeypatch.undo()
+    monkeypatch.setattr(curves, "SHORT", 0.0)
+    (victim := project.folder / "victim").write_text("mine")
+    (plot := project.run / "metrics.png").symlink_to(victim)
+    project.cli("train", "train.max_steps=5", *more)
+    assert (victim.read_text(), plot.read_bytes()[:4]) == ("mine", b"\x89PNG")
+    plot.unlink()
+    plot.mkdir()
+    done = project.cli("train", "train.max_steps=6", *more)
+    assert "complete: step 6 of 6" in done.output
+    assert done.output.count("the run goes on without curves") == 1
 
 
 def test_a_run_that_has_nothing_to_learn_ends_with_its_first_step(

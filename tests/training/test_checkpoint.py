@@ -275,6 +275,26 @@ def test_the_best_step_of_the_same_held_out_rows_is_kept_with_the_newest(new_run
     assert best(new_run().folder / "checkpoints") == {}
 
 
+def test_where_prompts_are_decoded_the_longest_acceptance_is_best(new_run: NewRun) -> None:
+    """Before any was, that is the lowest loss."""
+
+    def train(**settings: Any) -> Any:
+        found = lambda _, at: {"loss": at.step, "acceptance_length": [2, 3, 1, 1.5][at.step % 4]}  # noqa: E731
+        run = new_run(evaluate=found, checkpoint_every=1, eval_every=1, **settings).trained()
+        return best(run.folder / "checkpoints")
+
+    named = train(max_steps=2, eval_prompts=0)
+    assert (named["step"], named["loss"]) == ("step-00000001", 1)
+    assert train()["step"] == "step-00000004"
+    assert train(epochs=2)["acceptance_length"] == 3
+
+
+def test_a_run_goes_on_in_the_precision_that_it_began_with(new_run: NewRun) -> None:
+    assert new_run().build().trainers[0].precision == "fp32"  # on a CPU
+    new_run(precision="bf16", max_steps=2).train()
+    assert new_run().build().trainers[0].precision == "bf16"
+
+
 def test_a_full_disk_leaves_no_half_checkpoint(
     run: Run, new_run: NewRun, monkeypatch: Patch
 ) -> None:

@@ -135,7 +135,9 @@ class Setting:
         """What measures drafts, as a run opens it once for all."""
         run = cast(Run, self)
         self.drafts = [DraftRun(run, "")]
-        return HeldOut(run, self.features, "2026-11-25")
+        held_out = HeldOut(run, self.features)
+        held_out.read("2026-11-25")
+        return held_out
 
     def measure(self, held_out: HeldOut | None = None, step: int = 1) -> dict[str, Any]:
         """Measure the draft as it is now, after so many of nine steps in two epochs."""

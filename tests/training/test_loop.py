@@ -260,6 +260,14 @@ def test_a_stop_of_one_of_several_drafts_leaves_the_others_alone(new_run: NewRun
     assert [found.step for label in ("a", "b") if (found := run.found(label))] == [2, 4]
 
 
+def test_a_first_step_of_loss_0_is_taken_where_tokens_count(new_run: NewRun) -> None:
+    """A draft's own vocabulary may lack what the target likes best of all its rows."""
+    run = new_run()
+    run.algorithms[""].wrong = lambda batch, context, loss: loss * (context.step > 1)
+    assert run.train() == ("complete", {})
+    assert run.losses()[0] == 0 < run.losses()[1]
+
+
 @both_optimizers
 @pytest.mark.parametrize("way", ["skipped", "masked"])
 def test_a_step_that_teaches_nothing_changes_nothing(

@@ -64,6 +64,17 @@ def test_a_run_beyond_what_is_asked_says_where_it_stands(verb: Verb, tmp_path: P
     assert max(f.name for f in tmp_path.glob("of/run/a/checkpoints/*")) == "step-00000004"
 
 
+def test_each_epoch_ends_with_an_evaluation_and_a_checkpoint_unless_asked_otherwise(
+    verb: Verb, tmp_path: Path
+) -> None:
+    said = verb("train", "train.checkpoint_every=99", "train.eval_every=null")
+    assert "trained in fp32 on cpu\n" in said
+    assert "best: step-00000002, held-out loss 0\n" in said
+    metrics = (tmp_path / "of/run/metrics.jsonl").read_text()
+    assert re.findall(r'"step": (\d+),[^{]*"evaluation"', metrics) == ["2", "4"]
+    assert "best" not in verb("train", "train.eval_every=0", f"run={tmp_path}/never")
+
+
 @pytest.mark.parametrize("place", ["building", "a capture", "a step", "an evaluation", "a GPU"])
 def test_too_little_memory_is_answered_in_words(
     verb: Verb, monkeypatch: pytest.MonkeyPatch, place: str
@@ -71,13 +82,16 @@ def test_too_little_memory_is_answered_in_words(
     """No plugin is at fault. Afterwards the same command goes on."""
     monkeypatch.setenv("FULL", place)
     dflash = ["algorithm.name=dflash", "algorithm.options.num_layers=1"]
-    other = dflash if place == "building" else []
+    other = dflash if place in ("building", "a capture") else []
     said = verb("train", *other, code=1)
     cpu = "can't allocate memory: you tried to allocate 144115188075855872 bytes."
     assert (cpu in said) != ("GiB of which 1.20 GiB is free.\n" in said) == (place == "a GPU")
     assert "  asked: train.batch=4, data.max_length=256, " in said
-    assert (", algorithm.options.num_anchors=512, " in said) == (place == "building")
-    assert re.search(r", vocabulary \d+; free beside GPUs: [\d.]+ .iB\n  lower these, in th", said)
+    assert (", algorithm.options.num_anchors=512, " in said) == bool(other)
+    step = r"where a step takes up to [1-9][\d.]* .iB beside weights"
+    free = r"free beside GPUs: [\d.]+ .iB\n  lower these, in th"
+    assert re.search(rf", vocabulary \d+(, {step})?; {free}", said)
+    assert place != "a capture" or re.search(step, said)
     assert "hook" not in said
     monkeypatch.setenv("FULL", "the plugin in a step")
     assert "\nerror: its ring is out of memory\n  make it larger\n" in verb("train", code=1)

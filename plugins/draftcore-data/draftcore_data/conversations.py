@@ -1,17 +1,19 @@
 """Read a row of training data: a conversation, in the shapes that people keep them in, or its tokens.
 
 Understood are OpenAI's `messages` of {role, content}, ShareGPT's `conversations` of {from, value},
-prompt and completion, Alpaca's instruction and output, and token ids with a loss mask; mixtures of
-them too, because real files mix them. A row that cannot be used comes out as a `BadRow` with its
-place, so that the caller decides and nothing is lost silently.
+prompt and completion, Alpaca's instruction and output, and token ids with a loss mask (`SHAPES` in
+`source`); mixtures of them too, because real files mix them. A row that cannot be used comes out as a
+`BadRow` with its place, so that the caller decides and nothing is lost silently.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,17 +21,14 @@ from numpy.typing import NDArray
 
 from draftcore.contracts.capture import Image, RowError
 from draftcore.errors import nearest
+from draftcore_data.source import SHAPES
 
 Message = Mapping[str, Any]
 
-LIST_KEYS = ("messages", "conversations")
-# All that is read of a row.
-ROW_KEYS: tuple[str, ...] = (*LIST_KEYS, "tools", "prompt", "completion", "instruction", "input")
-ROW_KEYS += ("output", "input_ids", "loss_mask", "labels")
 ROLE_NAMES = {
     "system": "system developer",
     "user": "user human",
-    "assistant": "assistant gpt model chatgpt bing bard bot function_call",
+    "assistant": "assistant gpt ai model chatgpt bing bard bot function_call",
     "tool": "tool observation function function_response ipython",
 }
 ROLES = {name: role for role, names in ROLE_NAMES.items() for name in names.split()}
@@ -37,6 +36,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by whoe
 IMAGE_TYPES = ("image", "image_url", "input_image")
 IMAGE_UNREAD = "an image cannot be read"  # with where it lies
 NO_PROCESSOR = "images need the target's processor, which cannot be loaded"
+NOT_JSON, NOT_UTF8 = "not valid JSON", "not in UTF-8"
+UNKNOWN_ROLE, UNKNOWN_SHAPE = "unknown role", "no known shape"
 IGNORED_LABEL = -100  # a label that is not learned, as transformers marks it
 
 
@@ -93,51 +94,90 @@ def is_learned(message: Message) -> bool:
     return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
-def parse_row(where: str, row: Any) -> Row:
-    """Check a row, which may be a line of JSON, and bring it into the shape {role, content}."""
+def parse_row(
+    where: str,
+    row: Any,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    unread: Counter[str] | None = None,
+) -> Row:
+    """Check a row, which may be a line of JSON, and bring it into the shape {role, content}.
+
+    `columns` are the names that keys have there, and `unread` counts the keys that are not read, but
+    for `id`, which our own answers have.
+    """
     folder: str = getattr(row, "folder", "")  # of the file that the line is of
     try:
         if isinstance(row, bytes):
-            row = _parse_json(row, "not valid JSON")
+            row = _parse_line(row)
         _require(isinstance(row, Mapping), "the row is not an object", type(row).__name__)
-        if row.get("input_ids") is not None:
-            return _tokens(where, row)
-        turns = _turns(row)
-        _require(turns, "the conversation is empty")
-        messages = tuple(
-            _message(f"message {number}", turn, folder) for number, turn in enumerate(turns, 1)
-        )
-        tools = row.get("tools") or []
-        if isinstance(tools, str):  # as columnar files keep them
-            tools = _parse_json(tools, "tools is not valid JSON") or []
-        listed = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-        _require(listed, "tools is not a list of objects")
+        row = {key: value for key, value in row.items() if value is not None}
+        mapped = {key: row[column] for key, column in columns.items() if column in row}
+        row = {key: row[key] for key in row if key not in columns.values()} | mapped
+        shape = next((key for key in (*mapped, *SHAPES) if key in row and key in SHAPES), "")
+        _require(shape, UNKNOWN_SHAPE, f"keys {str([*row])[1:-1]}")
+        left = set(row) - {shape, "id", *SHAPES[shape]}
+        parsed: Row
+        if shape == "input_ids":
+            parsed = _tokens(where, row)
+        else:
+            parsed = _conversation(where, row, shape, folder, left)
     except RowError as error:
         return BadRow(where, *error.args)
+    if unread is not None:
+        unread.update(left)
+    return parsed
+
+
+def _conversation(
+    where: str, row: Mapping[str, Any], shape: str, folder: str, left: set[str]
+) -> Conversation:
+    turns = _turns(row, shape)
+    _require(turns, "the conversation is empty")
+    messages = tuple(
+        _message(f"message {number}", turn, folder) for number, turn in enumerate(turns, 1)
+    )
+    for key in filter(row.get, ("system", "system_prompt")):
+        system = _message(key, {"role": "system", "content": row[key]}, folder)
+        if messages[0]["role"] != "system":
+            messages = (system, *messages)
+        elif messages[0]["content"] != system["content"]:
+            left.add(key)  # a conversation's own system turn stays
+    tools = _listed(row, "tools") if row.get("tools") else []
+    _require(all(isinstance(t, Mapping) for t in tools), "tools is not a list of objects")
     return Conversation(where, messages, tuple(tools))
 
 
-def _turns(row: Mapping[str, Any]) -> list[Any]:
+def _listed(row: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list that may be JSON text, as columnar files keep it."""
+    value = row[key]
+    if isinstance(value, str):
+        value = _parse_json(value, f"{key} is not valid JSON") or []
+    _require(isinstance(value, list), f"{key} is not a list", type(value).__name__)
+    return list(value)
+
+
+def _turns(row: Mapping[str, Any], shape: str) -> list[Any]:
     """Return the messages of a row in any shape, as they stand there."""
-    keys = {key for key, value in row.items() if value is not None}
-    if key := next((key for key in LIST_KEYS if key in keys), ""):
-        _require(isinstance(row[key], list), f"{key} is not a list", type(row[key]).__name__)
-        return list(row[key])
-    if "instruction" in keys:
-        question = "\n\n".join(map(str, filter(None, (row["instruction"], row.get("input")))))
-        row = {"prompt": question, "completion": row.get("output")}
-    prompt, answer = row.get("prompt"), row.get("completion")
-    _require(prompt is not None, "no messages or conversations", f"keys {str([*row])[1:-1]}")
+    if shape not in ("instruction", "prompt"):
+        return _listed(row, shape)
+    prompt, answer = row[shape], row.get("completion" if shape == "prompt" else "output")
+    if shape == "instruction":
+        prompt = "\n\n".join(map(str, filter(None, (prompt, row.get("input")))))
     asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     answered = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
     answered = [] if answer is None else answered  # a question that is to be answered
     before = [
         {**turn, "train": False}
-        if isinstance(turn, Mapping) and turn.get("role") == "assistant"
+        if isinstance(turn, Mapping) and _role(turn) == "assistant"
         else turn
         for turn in asked
     ]
     return [*before, *answered]
+
+
+def _role(message: Message) -> str | None:
+    """Return what a message's role is here, or None for one that is not known."""
+    return ROLES.get(str(message.get("role") or message.get("from")).lower())
 
 
 def _tokens(where: str, row: Mapping[str, Any]) -> Rendered:
@@ -175,13 +215,14 @@ def _message(name: str, message: Any, folder: str) -> Message:
     _require(isinstance(message, Mapping), "a message is not an object", f"{name}: {kind}")
     fields = {key: value for key, value in message.items() if value is not None}
     role = str(fields.pop("role", fields.pop("from", "")))
+    meant = _role(message)
     content = fields.pop("content", fields.pop("value", None))
     _require(role, "a message has no role", name)
-    if role not in ROLES:
-        raise RowError("unknown role", f"{name}: {role!r}{nearest(role, ROLES)}")
+    if meant is None:
+        raise RowError(UNKNOWN_ROLE, f"{name}: {role!r}{nearest(role, ROLES)}")
     name = f"{name} ({role})"
     call = fields.pop("function_call", None)  # as OpenAI wrote the only call, before tool_calls
-    if role == "function_call":
+    if role.lower() == "function_call":
         call, content = _parse_json(str(content), "a function_call is not valid JSON"), None
     if call is not None:
         calls = call if isinstance(call, list) else [call]
@@ -189,6 +230,11 @@ def _message(name: str, message: Any, folder: str) -> Message:
     if "tool_calls" in fields:
         _require(isinstance(fields["tool_calls"], list), "tool_calls is not a list", name)
         fields["tool_calls"] = [_call(name, call) for call in fields["tool_calls"]]
+    if isinstance(content, list):  # as Anthropic writes it
+        thoughts = [p for p in content if isinstance(p, Mapping) and p.get("type") == "thinking"]
+        if thoughts:
+            content = [part for part in content if part not in thoughts]
+            fields["reasoning_content"] = "\n".join(str(p.get("thinking", "")) for p in thoughts)
     if reasoning := next(filter(None, (fields.pop(key, None) for key in REASONING)), None):
         _require(isinstance(reasoning, str), "reasoning is not text", name)
         fields["reasoning_content"] = reasoning
@@ -198,9 +244,9 @@ def _message(name: str, message: Any, folder: str) -> Message:
         content = ""  # an assistant that only calls tools has null content in OpenAI's shape
     _require(content is not None, "a message has no content", name)
     content = _content(name, content, folder)
-    allowed = isinstance(content, str) or ROLES[role] != "assistant"
+    allowed = isinstance(content, str) or meant != "assistant"
     _require(allowed, "an answer holds images, and text alone is learned", name)
-    return {"role": ROLES[role], "content": content, **fields}
+    return {"role": meant, "content": content, **fields}
 
 
 def _content(name: str, content: Any, folder: str) -> str | list[Message]:
@@ -211,8 +257,9 @@ def _content(name: str, content: Any, folder: str) -> str | list[Message]:
         if part.get("type") in IMAGE_TYPES:
             parts.append({"type": "image", "image": _image(name, part, folder)})
             continue
-        kind = type(part.get("text")).__name__
-        _require(kind == "str", "content is not text", f"{name}: {kind}")
+        kind = part.get("type") or type(part.get("text")).__name__
+        text = isinstance(part.get("text"), str)
+        _require(text, "content is neither text nor an image", f"{name}: {kind}")
         parts.append({"type": "text", "text": part["text"]})
     if any("image" in part for part in parts):
         return parts
@@ -243,12 +290,21 @@ def _call(name: str, call: Any) -> Mapping[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _parse_json(text: str | bytes, reason: str) -> Any:
+def _parse_line(line: bytes) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        text = line.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise RowError(NOT_UTF8, str(error)) from None
+    begins = "" if text.startswith("{") else f"; it begins {text[:40]!r}"
+    return _parse_json(text, NOT_JSON, begins)
+
+
+def _parse_json(text: str, reason: str, more: str = "") -> Any:
+    try:
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise RowError(reason, f"{error.msg}, column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # no Unicode, or a number of 5,000 digits
+        raise RowError(reason, f"{error.msg}, column {error.colno}{more}") from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits
         raise RowError(reason, str(error)) from None
 
 

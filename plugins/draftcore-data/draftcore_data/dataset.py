@@ -32,11 +32,22 @@ from draftcore.contracts.capture import Image, ImageProcessor, RowError
 from draftcore.contracts.run import Prompts
 from draftcore.errors import DraftcoreError, UsageError, printable
 from draftcore.files import digest, no_link, read_sealed, sync, write_sealed
-from draftcore_data.conversations import IMAGE_UNREAD, NO_PROCESSOR, BadRow, Rendered
+from draftcore_data.conversations import (
+    IMAGE_UNREAD,
+    NO_PROCESSOR,
+    NOT_JSON,
+    NOT_UTF8,
+    ROLES,
+    UNKNOWN_ROLE,
+    UNKNOWN_SHAPE,
+    BadRow,
+    Rendered,
+)
+from draftcore_data.files import TO_UTF8, open_files
 from draftcore_data.options import DataOptions, Sources
 from draftcore_data.parallel import render_all, report_progress
 from draftcore_data.rendering import FORMAT, Renderer
-from draftcore_data.sources import Find, named, open_lines, open_source, read_conversations
+from draftcore_data.sources import Find, named, open_source, read_conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,6 +56,20 @@ logger = logging.getLogger(__name__)
 
 TOKEN = np.dtype([("id", "<i4"), ("learned", "?")])
 LONGER = "longer than"  # begins the reason of a row that is left out for its length
+NO_ANSWER = "no token of an assistant"  # begins that of a row without any
+# What to do where most of the rows that are left out are so for this reason, or for one that begins so.
+REMEDIES = {
+    UNKNOWN_SHAPE: "a row has messages, conversations, prompt and completion, instruction and output, or\n"
+    "  input_ids and loss_mask; where they have other names, say which:\n"
+    "  data.columns={prompt: question, completion: answer}",
+    UNKNOWN_ROLE: f"known are {', '.join(ROLES)}",
+    "no assistant turn": "questions alone teach nothing: have the target answer them, and learn from that:\n"
+    "  draftcore data regenerate RUN.yaml --out own.jsonl --endpoint URL\n"
+    "  or say which key the answers have: data.columns={completion: response}",
+    NO_ANSWER: "the chat template has to write answers, inside its {% generation %} markers if it has those",
+    NOT_JSON: "a file holds lines of JSON, or JSON; tables end in .csv, .tsv, .parquet or .arrow",
+    NOT_UTF8: TO_UTF8,
+}
 CACHED_ROWS = 256  # that were checked: a row's tokens are asked for shortly before its mask is
 
 
@@ -58,38 +83,48 @@ class DataReport:
     skipped: list[BadRow] = field(default_factory=list)
     overlong: list[int] = field(default_factory=list)  # lengths of the rows above the longest
     notes: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)  # rows by the keys that are not read
 
-    def text(self) -> str:
+    def text(self, details: bool = False) -> str:
         """Return a few lines for people, with the most frequent reason first."""
         rows = self.kept + len(self.skipped)
         lines = [f"{self.source}: {self.kept:,} of {rows:,} rows kept"]
         if self.truncated:
             lines.append(f"  {self.truncated:,} cut at the longest length")
         lines += [f"  {note.format(count)}" for note, count in self.notes.items()]
+        if self.unread:
+            keys = ", ".join(f"{key} ({n:,} rows)" for key, n in sorted(self.unread.items()))
+            lines.append(f"  keys that are not read: {keys}")
         for reason, count in Counter(bad.reason for bad in self.skipped).most_common():
-            places = [bad.where for bad in self.skipped if bad.reason == reason]
-            named = ", ".join(places[:3]) + (", ..." if count > 3 else "")
-            lines.append(f"  {count:,} left out: {reason} ({named})")
+            bad = [bad for bad in self.skipped if bad.reason == reason]
+            named = ", ".join(one.where for one in bad[:3]) + (", ..." if count > 3 else "")
+            detail = f": {bad[0].detail}" if details and bad[0].detail else ""
+            lines.append(f"  {count:,} left out: {reason}{detail} ({named})")
         return printable("\n".join(lines))
 
     def require_rows(self, share: float | str = "skip") -> None:
         """Raise UsageError if no row was kept, or more than a share cannot be used; one always may."""
-        bad = sum(not row.reason.startswith(LONGER) for row in self.skipped)
-        if self.kept and isinstance(share, float) and bad > max(1, share * (self.kept + bad)):
+        if not (self.kept or self.skipped):
             raise UsageError(
-                f"{bad} of {self.kept + bad} rows cannot be used, more than data.bad_rows={share:g} allows\n"
-                f"{self.text()}\n"
-                "  correct them or what reads them, or leave them out all the same: data.bad_rows=skip"
+                f"{self.source} is empty: it has no row\n  name a file with conversations"
             )
-        if self.kept:
+        unusable = [row for row in self.skipped if not row.reason.startswith(LONGER)]
+        rows = self.kept + len(unusable)
+        too_many = isinstance(share, float) and len(unusable) > max(1, share * rows)
+        if self.kept and not too_many:
             return
-        first = "".join(f"  {bad}\n" for bad in self.skipped[:3])
-        raise UsageError(
-            f"no row of {self.source} can be used\n{self.text()}\nthe first ones:\n{first}"
-            "  name a file with conversations, or correct its rows or the options that leave them out;\n"
-            "  where no answer is found: its role is 'assistant' or 'gpt', and the chat template writes\n"
-            "  it, inside its {% generation %} markers if it has those"
-        )
+        told, otherwise = self.text(details=True), ""
+        if self.kept:
+            bad = f"{len(unusable)} of {rows} rows cannot be used"
+            told = f"{bad}, more than data.bad_rows={share:g} allows\n{told}"
+            otherwise = "\n  or leave them out all the same: data.bad_rows=skip"
+        else:
+            _, _, reasons = told.partition("\n")
+            told = f"no row of {self.source} can be used\n{reasons}"
+        most, _ = Counter(bad.reason for bad in unusable or self.skipped).most_common(1)[0]
+        remedies = [text for reason, text in REMEDIES.items() if most.startswith(reason)]
+        remedy = (remedies or ["correct the rows, or the options that leave them out"])[0]
+        raise UsageError(f"{told}\n  {remedy}{otherwise}")
 
 
 class Dataset:
@@ -107,9 +142,8 @@ class Dataset:
         self.summary = DataSummary.from_json(meta["summary"])
         self.key, self.fingerprint = meta["key"], self.summary.fingerprint
         report, skipped = meta["report"], [BadRow(*bad) for bad in meta["report"]["skipped"]]
-        self.report = DataReport(
-            **{**report, "skipped": skipped, "notes": Counter(report["notes"])}
-        )
+        counts = {key: Counter(report[key]) for key in ("notes", "unread")}
+        self.report = DataReport(**{**report, "skipped": skipped, **counts})
         self.all_images = {
             int(row): tuple(Image(*fields) for fields in images) for row, images in meta["images"]
         }
@@ -164,18 +198,20 @@ def build_dataset(
     options: DataOptions,
     folder: Path,
     *,
-    find: Find = open_lines,
+    find: Find = open_files,
     date: str = "",
     processor: ImageProcessor | None = None,
+    positions: int | None = None,
 ) -> Dataset:
     """Render sources into `folder`, or reuse what is there if nothing it depends on changed.
 
     A template that asks for the date gets `date`; without one, that of the rows which are there.
-    `processor` is for rows with images, which are left out without it.
+    `processor` is for rows with images, which are left out without it. The target has so many
+    `positions`, or no bound.
     Raises `UsageError` for a source that cannot be read, a tokenizer that cannot render, a row that
     a `refuse` policy meets (naming file, line and reason), and when no row is left.
     """
-    source = open_source(sources, find)
+    source, options = open_source(sources, find), bounded(options, positions)
     folder.mkdir(parents=True, exist_ok=True)
     marker, rows, partial = (folder / name for name in ("dataset.json", "rows.bin", "rows.partial"))
     with open(folder / "lock", "a", opener=no_link) as lock:
@@ -193,8 +229,10 @@ def build_dataset(
             if marker.exists():
                 logger.warning("%s is not what was written there: %s; rendered anew", marker, error)
         report = DataReport(named(sources))
-        rendered = render_all(renderer, itertools.islice(source.rows(), options.limit))
-        samples = _write(partial, _keep(report_progress(rendered), options, report), renderer)
+        rows_read = itertools.islice(source.rows(), options.limit)
+        rendered = render_all(renderer, rows_read, options.columns, report.unread)
+        kept = _keep(report_progress(rendered), options, report, positions)
+        samples = _write(partial, kept, renderer)
         report.require_rows(options.bad_rows)
         meta = {"key": key, "rows": digest(partial), **samples, "report": vars(report)}
         meta["images_key"] = images_key(dict(samples["images"]), report, processor)
@@ -212,8 +250,22 @@ def date_of(folder: Path) -> str:
         return ""
 
 
+def bounded(options: DataOptions, positions: int | None) -> DataOptions:
+    """Return options whose longest row a target with so many positions can read."""
+    longest = min(options.max_length, positions or options.max_length)
+    return options.model_copy(update={"max_length": longest})
+
+
+def _too_long(longest: int, positions: int | None) -> str:
+    what = f"the target's {longest} positions" if longest == positions else f"{longest} tokens"
+    return f"{LONGER} {what}"
+
+
 def _keep(
-    rows: Iterable[Rendered | BadRow], options: DataOptions, report: DataReport
+    rows: Iterable[Rendered | BadRow],
+    options: DataOptions,
+    report: DataReport,
+    positions: int | None,
 ) -> Iterator[Rendered]:
     """Apply the policies: keep a row, cut it, leave it out, or raise `UsageError`.
 
@@ -231,8 +283,9 @@ def _keep(
                 report.overlong.append(length)
             if overlong and (row.images or options.overlong != "truncate"):
                 policy = "refuse" if options.overlong == "refuse" else "skip"
-                remedy = "raise data.max_length, or set data.overlong=truncate or skip"
-                row = BadRow(where, f"{LONGER} {longest} tokens", f"{length} tokens")
+                remedy = "set data.overlong=truncate or skip"
+                remedy = remedy if longest == positions else f"raise data.max_length, or {remedy}"
+                row = BadRow(where, _too_long(longest, positions), f"{length} tokens")
             elif row.loss_mask[:longest].any():
                 report.kept += 1
                 report.truncated += length > longest
@@ -241,7 +294,7 @@ def _keep(
                 continue
             else:
                 among = f" in the first {longest}" if answered else ""
-                row = BadRow(where, f"no token of an assistant{among}")
+                row = BadRow(where, f"{NO_ANSWER}{among}")
         if policy == "refuse":
             raise UsageError(f"{row}\n  {remedy}")
         report.skipped.append(row)
@@ -316,8 +369,9 @@ def read_prompts(
     limit: int | None,
     options: DataOptions,
     *,
-    find: Find = open_lines,
+    find: Find = open_files,
     date: str = "",
+    positions: int | None = None,
 ) -> Prompts:
     """Read what at most `limit` conversations ask of the model in their last assistant turn.
 
@@ -325,15 +379,15 @@ def read_prompts(
     that another row asks. What is left out is printed on stderr, and counted. Raises `UsageError` as
     `build_dataset` does, and when no prompt is left.
     """
-    longest, report = options.max_length, DataReport(named(sources))
+    options, report = bounded(options, positions), DataReport(named(sources))
     renderer, prompts = Renderer(tokenizer, options, date), dict[tuple[int, ...], None]()
-    for row in read_conversations(sources, limit, find):
+    for row in read_conversations(sources, limit, find, options.columns):
         try:
             if isinstance(row, BadRow):
                 raise RowError(row.reason, row.detail)
             prompt = tuple(renderer.prompt_ids(row))
-            if len(prompt) > longest:
-                reason = f"the prompt is longer than {longest} tokens"
+            if len(prompt) > options.max_length:
+                reason = f"the prompt is {_too_long(options.max_length, positions)}"
                 raise RowError(reason, f"{len(prompt)} tokens")
             if prompt in prompts:
                 raise RowError("another row asks the same", f"{len(prompt)} tokens")

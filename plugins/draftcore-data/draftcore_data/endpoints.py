@@ -1,4 +1,8 @@
-"""Ask servers with OpenAI's API: several at a time, each paused while it does not answer."""
+"""Ask servers with OpenAI's API: several at a time, each paused while it does not answer.
+
+How many questions a server has at a time is found by asking: one more with each answer, up to a bound, and
+half of them when it has too many.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,24 +27,38 @@ KEY = "DRAFTCORE_API_KEY"
 TRIES = 8  # of one question that servers fail at
 FIRST, LONGEST = 0.25, 60.0  # seconds that a server is paused; doubled each time
 BUSY = (408, 409, 425, 429, 503)  # says nothing of the question
+FEW, MANY = 32, 256  # questions that a server has at a time: at first, and at most
+FULL = (429, 503)  # it has too many questions
 UNFIT = (400, 413, 422)  # the question is refused, others may not be
 
 
 @dataclass
 class Endpoint:
-    """A server's address, its questions under way, and until when it is left alone after a failure."""
+    """A server's address, its questions under way, and until when it is left alone after a failure.
+
+    It has up to `limit` questions at a time, and never more than `most`.
+    """
 
     url: str
+    most: int
+    limit: float
+    slowed: bool = False
     asked: int = 0
     failures: int = 0
     away_until: float = 0.0
 
-    def pause(self, reason: str, seconds: float = 0.0) -> None:
+    def keep_up(self) -> None:
+        """Let it have one question more, or a share of one since it had too many."""
+        self.limit = min(self.most, self.limit + (1 / self.limit if self.slowed else 1))
+
+    def pause(self, reason: str, seconds: float = 0.0, *, slower: bool = False) -> None:
         """Leave the server alone, longer each time; questions that were under way count once."""
         if (now := time.monotonic()) >= self.away_until:
             wait = max(seconds, FIRST * 2 ** min(self.failures, 16))
             if not self.failures:
                 print(f"{self.url} is left alone for now: {reason}", file=sys.stderr)
+            if slower:
+                self.limit, self.slowed = max(1.0, self.limit / 2), True
             self.failures, self.away_until = self.failures + 1, now + min(wait, LONGEST)
 
 
@@ -47,13 +66,22 @@ class Endpoints:
     """Asks the servers at these URLs one question after another, in tasks of one event loop.
 
     `body` is what each request says besides messages and tools: model, sampling. `patience` is how
-    many seconds pass without any answer until it gives up; `timeout` is that of one answer.
+    many seconds pass without any answer until it gives up; `timeout` is that of one answer. `under_way`
+    are the conversations that keep all servers at work. Where the first cannot be reached, `advise` says
+    how one is started on its port.
     """
 
-    def __init__(self, urls: Sequence[str], timeout: float, patience: float) -> None:
-        self.endpoints = [Endpoint(_base(url)) for url in dict.fromkeys(urls)]
+    def __init__(
+        self, urls: Sequence[str], timeout: float, patience: float, concurrency: int | None,
+        advise: Callable[[int], str],
+    ) -> None:  # fmt: skip
+        most, first = (concurrency, concurrency) if concurrency else (MANY, FEW)
+        self.endpoints = [Endpoint(_base(url), most, first) for url in dict.fromkeys(urls)]
+        self.under_way = concurrency or MANY * len(self.endpoints)
         self.body: dict[str, Any] = {}
-        self.patience, self.heard = patience, time.monotonic()
+        self.timeout, self.patience, self.heard = timeout, patience, time.monotonic()
+        self._changed = asyncio.Event()  # a server can have one question more
+        self._advise: Callable[[int], str] | None = advise
         self._key = os.environ.get(KEY, "")
         self._client = httpx2.AsyncClient(
             timeout=httpx2.Timeout(timeout, connect=10, pool=None),
@@ -90,9 +118,10 @@ class Endpoints:
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         tries, reason = 0, ""
         while tries < TRIES:
-            endpoint, busy = await self._free(), False
+            endpoint, busy, slower = await self._free(), False, False
             endpoint.asked += 1
             try:
+                began = time.monotonic()
                 response = await self._client.request(method, endpoint.url + path, json=body)
                 status, reason = response.status_code, f"HTTP {response.status_code}"
                 busy = status in BUSY
@@ -100,15 +129,20 @@ class Endpoints:
                     found = response.json()
                     if not isinstance(found, dict):
                         raise ValueError("the answer is not an object")
-                    endpoint.failures, self.heard = 0, time.monotonic()
+                    self.heard, self._advise = time.monotonic(), None
+                    if method == "POST" and self.heard - began < self.timeout / 4:
+                        endpoint.keep_up()
+                    endpoint.failures = 0
                     return found
-                reason += f": {self._text(response)}"
+                reason, slower = f"{reason}: {self._text(response)}", status in FULL
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 status, reason, busy = 0, raised(error), True
             except (httpx2.TransportError, ValueError) as error:
                 status, reason = 0, raised(error)
+                slower = isinstance(error, httpx2.ReadTimeout)
             finally:
                 endpoint.asked -= 1
+                self._changed.set()
             if status in UNFIT:
                 self.heard = time.monotonic()
                 raise RowError("the server refuses it", reason)
@@ -118,7 +152,10 @@ class Endpoints:
                     f"  check --endpoint and --model; a key is read from the environment: {KEY}"
                 )
             tries += not busy
-            endpoint.pause(reason, _retry_after(response) if status else 0.0)
+            endpoint.pause(reason, _retry_after(response) if status else 0.0, slower=slower)
+            if busy and not status and self._advise is not None:
+                port, advise, self._advise = httpx2.URL(endpoint.url).port, self._advise, None
+                print(advise(port or 8000), file=sys.stderr)
             if time.monotonic() - self.heard > self.patience:
                 raise DraftcoreError(
                     f"no server has answered for {self.patience:.0f} s; {endpoint.url}: {reason}\n"
@@ -127,12 +164,16 @@ class Endpoints:
         raise RowError(f"no answer in {TRIES} tries", reason)
 
     async def _free(self) -> Endpoint:
-        """Wait for a server that is not paused; of several the one with the least to do."""
+        """Wait for a server that can have one more question; of several the one with the least to do."""
         while True:
             now = time.monotonic()
-            if ready := [one for one in self.endpoints if one.away_until <= now]:
+            away = [one.away_until - now for one in self.endpoints if one.away_until > now]
+            here = [one for one in self.endpoints if one.away_until <= now]
+            if ready := [one for one in here if one.asked < one.limit]:
                 return min(ready, key=lambda one: one.asked)
-            await asyncio.sleep(min(one.away_until for one in self.endpoints) - now)
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(away, default=None))
 
     def _text(self, response: httpx2.Response) -> str:
         """Return what a server says of an error; some repeat the key."""

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from draftcore.errors import nearest
+from draftcore.options import validate_as
 from draftcore.uris import require_no_secret
+from draftcore_data.source import ROW_KEYS
 
 Named = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -32,6 +43,9 @@ class DataOptions(Section):
     eval_on_train: bool = Field(
         False, description="let data.eval be data.train: nothing is held out"
     )
+    columns: dict[str, Named] = Field(
+        {}, description="names that keys of rows have there, e.g. {prompt: question}"
+    )
     chat_template: Named | None = Field(None, description="file in place of the target's template")
     template_options: dict[str, Any] = Field(
         {}, description="what the template is told, e.g. {enable_thinking: false}"
@@ -47,8 +61,26 @@ class DataOptions(Section):
         None, ge=1, le=10**9, description="read this many training rows at most"
     )
 
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _sources(cls, sources: Any, info: ValidationInfo) -> Any:
+        """Refuse a source by its place, where pydantic would tell of each type that it might have been."""
+        if sources is None or (isinstance(sources, str) and sources):
+            return sources
+        read = list[Any]()
+        for source in sources if isinstance(sources, list | tuple) else [sources]:
+            if not (isinstance(source, SourceOptions) or (source and isinstance(source, str))):
+                entry = source if isinstance(source, Mapping) else {"source": source}
+                place = f"data.{info.field_name}, source {len(read) + 1}"
+                source = validate_as(SourceOptions, entry, place)
+            read.append(source)
+        return tuple(read)
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        for key in self.columns.keys() - ROW_KEYS:
+            hint, known = nearest(key, ROW_KEYS), ", ".join(ROW_KEYS)
+            raise ValueError(f"data.columns: no key {key!r} is read{hint}; there are {known}")
         for key, sources in (("data.train", self.train), ("data.eval", self.eval)):
             if sources == ():
                 raise ValueError(f"{key} is a list of no source: name one, or leave it out")

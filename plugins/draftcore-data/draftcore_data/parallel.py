@@ -10,8 +10,8 @@ import itertools
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -30,25 +30,40 @@ ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": ""}
 SECONDS_BETWEEN_LINES = 10.0  # about progress, where there is no terminal
 
 
-def render_all(renderer: Renderer, rows: Iterable[SourceRow]) -> Iterator[Rendered | BadRow]:
-    """Render rows in their order, and the same whatever number of processes does it."""
+def render_all(
+    renderer: Renderer,
+    rows: Iterable[SourceRow],
+    columns: Mapping[str, str],
+    unread: Counter[str],
+) -> Iterator[Rendered | BadRow]:
+    """Render rows in their order, and the same whatever number of processes does it.
+
+    `columns` and `unread` are as `parse_row` takes them.
+    """
     waiting = iter(rows)
-    yield from _render(renderer, itertools.islice(waiting, ROWS_RENDERED_HERE))
+    yield from _render(renderer, itertools.islice(waiting, ROWS_RENDERED_HERE), columns, unread)
     tasks = iter(lambda: list(itertools.islice(waiting, ROWS_PER_TASK)), [])
     if (first := next(tasks, None)) is None:
         return
     from loky import ProcessPoolExecutor  # 0.1 s
 
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
-    pool = ProcessPoolExecutor(count, env=ENVIRONMENT, initializer=_begin, initargs=(renderer,))
-    under_way = deque[Future[list[Rendered | BadRow]]]()
+    given = renderer, columns
+    pool = ProcessPoolExecutor(count, env=ENVIRONMENT, initializer=_begin, initargs=given)
+    under_way = deque[Future[tuple[list[Rendered | BadRow], Counter[str]]]]()
+
+    def finished() -> Iterator[Rendered | BadRow]:
+        rendered, keys = under_way.popleft().result()
+        unread.update(keys)
+        yield from rendered
+
     try:
         for task in itertools.chain([first], tasks):
             under_way.append(pool.submit(_render_task, task))
             if len(under_way) > 2 * count:
-                yield from under_way.popleft().result()
+                yield from finished()
         while under_way:
-            yield from under_way.popleft().result()
+            yield from finished()
     except BrokenProcessPool as error:
         raise DraftcoreError(
             f"a process that rendered rows ended\n  {error}\n"
@@ -58,19 +73,22 @@ def render_all(renderer: Renderer, rows: Iterable[SourceRow]) -> Iterator[Render
         pool.shutdown(kill_workers=True)
 
 
-_process_renderer: list[Renderer] = []  # the one of a process that renders
+_of_process: list[tuple[Renderer, Mapping[str, str]]] = []  # what a process renders with
 
 
-def _begin(renderer: Renderer) -> None:
-    _process_renderer.append(renderer)
+def _begin(renderer: Renderer, columns: Mapping[str, str]) -> None:
+    _of_process.append((renderer, columns))
 
 
-def _render_task(rows: list[SourceRow]) -> list[Rendered | BadRow]:
-    return list(_render(_process_renderer[0], rows))
+def _render_task(rows: list[SourceRow]) -> tuple[list[Rendered | BadRow], Counter[str]]:
+    (renderer, columns), unread = _of_process[0], Counter[str]()
+    return list(_render(renderer, rows, columns, unread)), unread
 
 
-def _render(renderer: Renderer, rows: Iterable[SourceRow]) -> Iterator[Rendered | BadRow]:
-    return renderer.render(itertools.starmap(parse_row, rows))
+def _render(
+    renderer: Renderer, rows: Iterable[SourceRow], columns: Mapping[str, str], unread: Counter[str]
+) -> Iterator[Rendered | BadRow]:
+    return renderer.render(parse_row(*row, columns, unread) for row in rows)
 
 
 def report_progress(rows: Iterable[Rendered | BadRow]) -> Iterator[Rendered | BadRow]:

@@ -15,13 +15,13 @@ import click
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
-from draftcore.errors import ExitStatus, UsageError
+from draftcore.errors import ExitStatus
+from draftcore_data import api
 
 if TYPE_CHECKING:
     from draftcore.contracts.capture import ImageProcessor
     from draftcore.contracts.run import OpenRun
     from draftcore.contracts.target import TargetSpec
-    from draftcore_data.dataset import Dataset
     from draftcore_data.options import DataOptions
     from draftcore_data.rows import Conversations
     from draftcore_data.source import Source
@@ -50,8 +50,9 @@ def data() -> None:
 @click.option("--in-process", is_flag=True, help="The run's target here, greedy; no server.")
 @click.option("--model", help="The model's name at the servers; if they have one, that.")
 @click.option(
-    "--concurrency", type=click.IntRange(1, 10_000), default=32, show_default=True,
-    help="Conversations under way at a time; in process, rows of a batch.",
+    "--concurrency", type=click.IntRange(1, 10_000),
+    help="Conversations under way at a time; as many as servers keep up with, up to 256 each, if not "
+    "given. In process, rows of a batch: 32.",
 )  # fmt: skip
 @click.option("--rows", type=click.IntRange(1), help="Read this many rows at most.")
 @click.option(
@@ -72,84 +73,51 @@ def data() -> None:
 )  # fmt: skip
 @click.pass_context
 def regenerate(
-    ctx: click.Context, /, source: str, overrides: tuple[str, ...], out: Path,
-    endpoints: tuple[str, ...], in_process: bool, model: str | None, concurrency: int,
-    rows: int | None, timeout: float, patience: float, **sampling: Any,
-) -> None:  # fmt: skip
+    ctx: click.Context, /, source: str, overrides: tuple[str, ...], out: Path, **options: Any
+) -> None:
     """Have the target answer the conversations of a run or a source anew.
 
     Each assistant turn is asked for again, in order, after the answers given before. The answers are
     lines of JSON that `data.train` takes. Killed or stopped, the same command goes on; rows that
     failed are listed beside the file, and the exit status is then 1.
     """
-    given = {key: value for key, value in sampling.items() if value is not None}
-    if bool(endpoints) == in_process:
-        raise UsageError("who answers?\n  give --endpoint URL, one or more, or --in-process")
-    if in_process and (sampled := ", ".join(sorted(given.keys() - {"max_tokens"}))):
-        raise UsageError(
-            f"in process answers are greedy: {sampled} cannot be set\n"
-            "  leave it out, or ask a server: --endpoint"
-        )
-    from draftcore_data.endpoints import Endpoints
-    from draftcore_data.regenerate import Questions, from_servers, from_target
-
-    questions = Questions.read(source, overrides, rows, given, ctx.obj)
-    if in_process:
-        job = from_target(questions, out, concurrency)
-    else:
-        servers = Endpoints(endpoints, timeout, patience)
-        job = from_servers(questions, out, concurrency, servers, model)
+    job = api.regenerate(source, *overrides, out=out, **options, registry=ctx.obj)
     for line in job.summary(out):
         click.echo(line)
     if job.failed:
         ctx.exit(ExitStatus.FAILED)
 
 
-def on_run(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb a run, by its YAML and KEY=VALUE overrides, and its training data, rendered."""
-
-    @functools.wraps(function)
-    def verb(registry: Any, config: Path, overrides: tuple[str, ...], **given: Any) -> None:
-        from draftcore import open_run
-        from draftcore_data.rows import Conversations
-
-        with open_run(config, overrides, registry) as run:
-            if not isinstance(run.data, Conversations):
-                raise UsageError(
-                    f"data.name={run.config.data.name} reads no conversations, which are what is "
-                    "rendered here\n  give a run of conversations: leave data.name out"
-                )
-            function(run, run.data.samples("train"), **given)
-
-    wrapped = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(verb)
-    wrapped = click.argument("config", type=click.Path(path_type=Path))(wrapped)
-    return click.pass_obj(wrapped)
+def on_run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a verb a run, by its YAML and KEY=VALUE overrides."""
+    function = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
+    function = click.argument("config", type=click.Path(path_type=Path))(function)
+    return click.pass_obj(function)
 
 
 @data.command()
 @on_run
 @click.option("--rows", type=click.IntRange(0), default=3, show_default=True, help="Rows to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print rows and figures as JSON.")
-def show(run: OpenRun, dataset: Dataset, rows: int, as_json: bool) -> None:
+def show(registry: Any, config: Path, overrides: tuple[str, ...], rows: int, as_json: bool) -> None:
     """Show rows as they will be learned, and figures over all of them.
 
     What is learned is coloured, or stands in brackets where the output is no terminal. What is
     rendered is what `train` uses, which does not render it again.
     """
-    from draftcore_data.show import figures, lines, rows_of
-
-    found = figures(run, dataset)
-    shown = list(rows_of(dataset, run.target.load_tokenizer(), range(min(rows, found["kept"]))))
+    shown = api.show(config, *overrides, rows=rows, registry=registry)
     if as_json:
-        rows_shown = [asdict(row) for row in shown]
-        click.echo(json.dumps({**found, "rows": rows_shown}, indent=1))
+        rows_shown = [asdict(row) for row in shown.rows]
+        click.echo(json.dumps({**shown.figures, "rows": rows_shown}, indent=1))
         return
+    from draftcore_data.show import lines
+
     coloured = sys.stdout.isatty()
     mark = functools.partial(click.style, fg="green") if coloured else "\u27e6{}\u27e7".format
-    for at, row in enumerate(shown):
+    for at, row in enumerate(shown.rows):
         click.secho(f"row {at}: {row.tokens:,} tokens, {row.learned:,} learned", bold=True)
         click.echo(row.text(mark).rstrip("\n") + "\n")
-    for name, value in lines(found):
+    for name, value in lines(shown.figures):
         click.echo(f"{name:24}  {value}")
 
 
@@ -161,15 +129,15 @@ def show(run: OpenRun, dataset: Dataset, rows: int, as_json: bool) -> None:
     help="Of each answer, and of the target's own.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print verdict and figures as JSON.")
-def check(run: OpenRun, dataset: Dataset, rows: int, max_tokens: int, as_json: bool) -> None:
+def check(
+    registry: Any, config: Path, overrides: tuple[str, ...], as_json: bool, **sizes: int
+) -> None:
     """Say whether the answers of a run's data are the target's own.
 
     The target reads the first answers of some rows, and answers the same prompts itself. The exit
     status is 1 if they are others' answers.
     """
-    from draftcore_data.check import check_answers
-
-    verdict = check_answers(dataset, run.target.load_model(), rows, max_tokens)
+    verdict = api.check(config, *overrides, **sizes, registry=registry)
     lines = [json.dumps(verdict.to_json(), indent=1)] if as_json else verdict.lines()
     click.echo("\n".join(lines))
     if verdict.name == "foreign":
@@ -180,7 +148,7 @@ def check(run: OpenRun, dataset: Dataset, rows: int, max_tokens: int, as_json: b
 def describe() -> Sequence[Offer]:
     return [
         Offer("samples", "conversations", options="draftcore_data.options:DataOptions"),
-        *(Offer("source", name) for name in ("files", "hf", "jsonl")),
+        *(Offer("source", name) for name in ("files", "hf")),
         Offer("images", "processor"),
     ]
 
@@ -195,10 +163,9 @@ def samples(name: str, run: OpenRun, options: DataOptions) -> Conversations:
 @hookimpl
 def source(name: str, uri: str) -> Source:
     from draftcore_data.files import open_files
-    from draftcore_data.sources import open_lines
     from draftcore_data.tables import open_table
 
-    return {"files": open_files, "hf": open_table, "jsonl": open_lines}[name](uri)
+    return open_table(uri) if name == "hf" else open_files(uri)
 
 
 @hookimpl

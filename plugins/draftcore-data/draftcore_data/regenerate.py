@@ -23,14 +23,16 @@ from typing import Any, BinaryIO
 from draftcore import bind, load_config
 from draftcore.contracts.capture import RowError
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import UsageError
+from draftcore.errors import DraftcoreError, UsageError, one_line
 from draftcore.files import hold, regular, write_atomic
+from draftcore.options import Config
 from draftcore.progress import Progress
 from draftcore_data.conversations import BadRow, Conversation, Message, Rendered, Row
 from draftcore_data.conversing import Answer, converse
 from draftcore_data.endpoints import Endpoints
 from draftcore_data.options import DataOptions, Sources
-from draftcore_data.sources import Find, finder, named, read_conversations
+from draftcore_data.servers import server_lines
+from draftcore_data.sources import Find, finder, named, read_conversations, require_columns
 
 EVERY = 30.0  # seconds between the lines of a run that is not on a terminal
 Rows = Callable[[], Iterable[Row]]
@@ -170,19 +172,17 @@ class Job:
         self.completion_tokens += answer.completion_tokens
 
     def text(self) -> str:
-        """Return rate, tokens and time left on a line."""
+        """Return rate, time left and tokens on a line."""
         seconds = max(time.monotonic() - self.began, 1e-3)
         ended = self.done + self.failed
         left = (self.total - self.before - ended) * seconds / max(ended, 1)
         parts = [
-            f"{ended / seconds:.3g} rows/s",
+            f"{3600 * ended / seconds:,.0f} rows an hour",
+            *([f"{timedelta(seconds=int(left))} left"] if ended else ()),
             f"{self.completion_tokens / seconds:,.0f} tokens/s",
+            *([f"{self.failed} failed"] if self.failed else ()),
             f"{self.prompt_tokens:,} tokens in, {self.completion_tokens:,} out",
         ]
-        if ended:
-            parts.append(f"{timedelta(seconds=int(left))} left")
-        if self.failed:
-            parts.append(f"{self.failed} failed")
         return "  ".join(parts)
 
     def summary(self, out: Path) -> list[str]:
@@ -203,8 +203,8 @@ class Job:
         return lines
 
 
-async def ask_servers(job: Job, endpoints: Endpoints, concurrency: int) -> None:
-    """Take the rows through their conversations, so many at a time."""
+async def ask_servers(job: Job, endpoints: Endpoints) -> None:
+    """Take the rows through their conversations, as many at a time as servers may have questions."""
     rows = job.rows()
 
     async def work() -> None:
@@ -221,7 +221,7 @@ async def ask_servers(job: Job, endpoints: Endpoints, concurrency: int) -> None:
             except RowError as error:
                 job.ended(row, error)
 
-    await asyncio.gather(*(work() for _ in range(concurrency)))
+    await asyncio.gather(*(work() for _ in range(endpoints.under_way)))
 
 
 @dataclass(frozen=True)
@@ -237,20 +237,20 @@ class Questions:
 
     @classmethod
     def read(
-        cls, source: str, overrides: Sequence[str], limit: int | None, sampling: Mapping[str, Any],
+        cls, source: Config, overrides: Sequence[str], limit: int | None, sampling: Mapping[str, Any],
         registry: Any,
     ) -> Questions:  # fmt: skip
         """Take a run's YAML with overrides, or else a source of conversations by itself."""
 
         find = finder(functools.partial(bind, registry))
-        if Path(source).suffix not in (".yaml", ".yml"):
+        if not isinstance(source, Mapping) and Path(source).suffix not in (".yaml", ".yml"):
             if overrides:
                 raise UsageError(
                     f"{overrides[0]!r} belongs to a run, and {source} is none\n"
                     "  give a run's YAML file in its place, or leave that out"
                 )
-            return cls(source, DataOptions(), limit, sampling, find)
-        settings = load_config(Path(source), overrides)
+            return cls(str(source), DataOptions(), limit, sampling, find)
+        settings = load_config(source, overrides)
         data, target = settings.data, settings.target
         options = bind(registry, "samples", data.name, data.options, (), data.plugin).options
         if not isinstance(options, DataOptions):
@@ -265,13 +265,28 @@ class Questions:
         limit = limit or options.limit
         return cls(options.train, options, limit, sampling, find, open_target)
 
+    def who_answers(self, port: int = 8000) -> str:
+        """Say how a server of the run's target is started; a source alone names no target."""
+        if self.open_target is None:
+            return "  for the command that starts a server, give a run's YAML file: it names the target"
+        try:
+            target = self.open_target()
+            lines = server_lines(target, self.options.chat_template, port)
+        except (DraftcoreError, OSError) as error:
+            return f"  how a server of the run's target is started is not known: {one_line(error)}"
+        return "\n    ".join([f"  one of these serves {target.path}:", *lines])
+
     @contextmanager
     def open(self, out: Path, settings: Mapping[str, Any]) -> Iterator[Job]:
         """Open the file of answers, and the rows that it lacks, for as long as they are answered."""
         told = self.options.template_options
         about = {**settings, **self.sampling, "template_options": told}
         with open_answers(out, about) as answers:
-            job = Job(lambda: read_conversations(self.source, self.limit, self.find), answers)
+            columns = self.options.columns
+            require_columns(self.source, columns, self.find)
+            job = Job(
+                lambda: read_conversations(self.source, self.limit, self.find, columns), answers
+            )
             if not job.total:
                 raise UsageError(
                     f"no row of {named(self.source)} can be answered\n"
@@ -281,9 +296,7 @@ class Questions:
                 yield job
 
 
-def from_servers(
-    questions: Questions, out: Path, concurrency: int, endpoints: Endpoints, model: str | None
-) -> Job:
+def from_servers(questions: Questions, out: Path, endpoints: Endpoints, model: str | None) -> Job:
     """Have servers answer with the model of this name, or the only one that they have."""
 
     async def ask() -> Job:
@@ -293,7 +306,7 @@ def from_servers(
             if told := questions.options.template_options:
                 endpoints.body["chat_template_kwargs"] = told
             with questions.open(out, {"model": name}) as job:
-                await ask_servers(job, endpoints, concurrency)
+                await ask_servers(job, endpoints)
             return job
 
     return asyncio.run(ask())

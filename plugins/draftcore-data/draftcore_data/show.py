@@ -56,9 +56,10 @@ def rows_of(dataset: Dataset, tokenizer: Any, rows: Iterable[int]) -> Iterator[R
 def figures(run: OpenRun, dataset: Dataset) -> dict[str, Any]:
     """Count over all rows, those that are too long included.
 
-    `notes` say what the chat template drops. `within_max_length` is the share of rows that are not
-    longer, `max_length_for_95` one that 95 % of them fit in. `draft_vocabulary` has, by the label of
-    each draft that prunes its vocabulary, its size and the share of the learned tokens in it.
+    `notes` say what the chat template drops, `unread` counts rows by the keys that are not read.
+    `within_max_length` is the share of rows that are not longer, `max_length_for_95` one that 95 % of
+    them fit in. `draft_vocabulary` has, by the label of each draft that prunes its vocabulary, its size
+    and the share of the learned tokens in it.
     """
     report, summary = dataset.report, dataset.summary
     longest = run.data.longest
@@ -81,6 +82,7 @@ def figures(run: OpenRun, dataset: Dataset) -> dict[str, Any]:
         "max_length_for_95": most,
         "draft_vocabulary": coverage(run, dataset),
         "notes": [note.format(count) for note, count in report.notes.items()],
+        "unread": dict(report.unread),
         "report": str(dataset.file.with_name("dataset.json")),
     }
 

@@ -1,9 +1,20 @@
-"""Where training data comes from, beside the files that the core reads itself."""
+"""Where training data comes from, and which keys of a row are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
+
+# The shapes of rows: the key that each is known by, first which is looked for first, and those beside it.
+BESIDE = ("system", "system_prompt", "tools")
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "input_ids": ("loss_mask", "labels"),
+    "messages": BESIDE,
+    "conversations": BESIDE,
+    "instruction": ("input", "output", *BESIDE),
+    "prompt": ("completion", *BESIDE),
+}
+ROW_KEYS = tuple(dict.fromkeys((*SHAPES, *(key for keys in SHAPES.values() for key in keys))))
 
 
 class Source(Protocol):

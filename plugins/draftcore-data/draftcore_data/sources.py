@@ -1,32 +1,30 @@
 """Open what `data.train` and `data.eval` name, by the plugin that offers the source of its scheme.
 
-Files without one are JSON lines, the source `jsonl` here, unless they are tables, compressed
-or lie elsewhere (`scheme://`): those are the source `files`. Several sources follow each other. A
-source is a stream: nothing here holds more than one row.
+What has no scheme, or one with slashes (`s3://`), is read by the source `files`. Several sources follow
+each other. A source is a stream: nothing here holds more than one row.
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
+import functools
 import itertools
-import os
+import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from draftcore.errors import UsageError, nearest
-from draftcore.files import regular
 from draftcore_data.conversations import Row, parse_row
+from draftcore_data.files import open_files
 from draftcore_data.options import Sources
 from draftcore_data.source import Source
 
+FIRST = 1000  # rows of each source in which a column has to be
 PLUGIN_SCHEME = re.compile(r"([a-z][\w+.-]+):(?!//|:)")
-TABLE_SUFFIXES = (".arrow", ".parquet")
-OTHER_SUFFIXES = (*TABLE_SUFFIXES, ".bz2", ".gz", ".xz", ".zip", ".zst")
 
 Find = Callable[[str], Source]  # opens the URI of a plugin's source
 
@@ -41,92 +39,15 @@ def finder(bind: Callable[[str, str], Any]) -> Find:
     return find
 
 
-class Line(bytes):
-    """A line of a file in `folder`, which the paths in it are relative to."""
-
-    folder: str
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """The lines of local files, each named by its file and its number from 1; empty ones are none."""
-
-    files: Sequence[Path]
-
-    def key(self) -> str:
-        return content_key(self.files)
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        above = os.path.commonpath([file.parent for file in self.files])
-        for file in self.files:
-            with regular(file).open("rb") as lines:
-                yield from lines_of(str(file), above, lines)
-
-
-def content_key(files: Iterable[str | Path]) -> str:
-    """Return what changes when the content of a file on this machine does."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        with regular(Path(file)).open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "blake2b").digest())
-    return digest.hexdigest()
-
-
-def lines_of(file: str, above: str, lines: Iterable[bytes]) -> Iterator[tuple[str, Line]]:
-    """Yield the lines of a file, each with its place below the folder `above`."""
-    name, folder = os.path.relpath(file, above), os.path.dirname(os.path.abspath(file))
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            row = Line(line)
-            row.folder = folder
-            yield f"{name}:{number}", row
-
-
-def _files(name: str) -> list[Path]:
-    """Return the files that a path, a folder or a glob names, in the order of their names."""
-    path = Path(name).expanduser()
-    files = [path] if path.exists() else map(Path, glob.glob(str(path), recursive=True))
-    if path.is_dir():
-        among = path.rglob("*")
-        files = [f for f in among if ".jsonl" in f.name or f.suffix in TABLE_SUFFIXES]
-    return sorted(file for file in files if regular(file).is_file())
-
-
-def open_lines(uri: str) -> JsonLines:
-    """Open `jsonl:PATH`, where PATH is a file, a folder or a glob. Raises `UsageError`."""
-    name = uri.removeprefix("jsonl:")
-    if not (files := _files(name)):
-        near = nearest(Path(name).name, [file.name for file in Path(name).parent.glob("*")])
-        raise UsageError(
-            f"no such data: {name}{near}\n"
-            "  give JSON lines (a file, a glob, a folder of *.jsonl), a table of parquet files, or\n"
-            "  hf:org/name?split=train"
-        )
-    try:
-        with regular(files[0]).open("rb") as stream:
-            require_lines(str(files[0]), stream.read(64))
-    except OSError as error:
-        raise UsageError(f"cannot open {name}\n  {error}") from error
-    return JsonLines(files)
-
-
-def require_lines(file: str, head: bytes) -> None:
-    """Raise `UsageError` for a file that begins as a JSON array does."""
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        raise UsageError(
-            f"{file} is one JSON array, not JSON lines\n"
-            f"  convert it: jq -c '.[]' {file} > {Path(file).with_suffix('.jsonl')}"
-        )
-
-
-# ---------------------------------------------------------------- sources of all kinds
-
-
 def read_conversations(
-    sources: Sources, limit: int | None = None, find: Find = open_lines
+    sources: Sources,
+    limit: int | None = None,
+    find: Find = open_files,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Row]:
     """Stream the rows of sources, at most `limit` of them; for errors see `open_source`."""
-    return itertools.starmap(parse_row, itertools.islice(open_source(sources, find).rows(), limit))
+    rows = itertools.islice(open_source(sources, find).rows(), limit)
+    return itertools.starmap(functools.partial(parse_row, columns=columns), rows)
 
 
 def named(sources: Sources) -> str:
@@ -134,7 +55,7 @@ def named(sources: Sources) -> str:
     return sources if isinstance(sources, str) else ", ".join(_weighted(s)[0] for s in sources)
 
 
-def open_source(sources: Sources, find: Find = open_lines) -> Source:
+def open_source(sources: Sources, find: Find = open_files) -> Source:
     """Open all that a run names as its data, as one source.
 
     Raises `UsageError` for what cannot be opened, before its first row.
@@ -142,6 +63,21 @@ def open_source(sources: Sources, find: Find = open_lines) -> Source:
     if isinstance(sources, str):
         return _open(sources, find)
     return Mixture([(weight, _open(name, find)) for name, weight in map(_weighted, sources)])
+
+
+def require_columns(sources: Sources, columns: Mapping[str, str], find: Find = open_files) -> None:
+    """Raise UsageError for a column that none of the first rows of any source has."""
+    seen = dict[str, None]()
+    for source in ([sources] if isinstance(sources, str) else sources) if columns else ():
+        for _, row in itertools.islice(_open(_weighted(source)[0], find).rows(), FIRST):
+            with suppress(ValueError, RecursionError, TypeError):  # of a row that is no object
+                seen |= dict.fromkeys(json.loads(row) if isinstance(row, bytes) else row)
+    for key, column in columns.items():
+        if seen and column not in seen:
+            raise UsageError(
+                f"data.columns.{key}: no row has {column!r}{nearest(column, seen)}\n"
+                f"  the keys of the first rows: {', '.join(seen)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -168,8 +104,4 @@ def _weighted(source: Any) -> tuple[str, float]:
 
 
 def _open(source: str, find: Find) -> Source:
-    if PLUGIN_SCHEME.match(source):
-        return find(source)
-    name, _, query = source.partition("?")
-    others = "://" in name or query or any(file.suffix in OTHER_SUFFIXES for file in _files(name))
-    return find(f"{'files' if others else 'jsonl'}:{source}")
+    return find(source if PLUGIN_SCHEME.match(source) else f"files:{source}")

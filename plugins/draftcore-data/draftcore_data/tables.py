@@ -11,8 +11,8 @@ from typing import Any
 from draftcore.errors import UsageError, nearest
 from draftcore.files import regular
 from draftcore.uris import parse_options
-from draftcore_data.conversations import ROW_KEYS
-from draftcore_data.sources import content_key
+from draftcore_data.lines import content_key
+from draftcore_data.source import ROW_KEYS
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Table:
     name: str
     files: Sequence[Path]  # that hold the rows, where they are local
     table: Any
+    unread: Sequence[str]  # columns that it leaves out
 
     def key(self) -> str:
         if not self.files:
@@ -29,7 +30,8 @@ class Table:
         return content_key(self.files)
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return ((f"{self.name}:{at}", row) for at, row in enumerate(self.table))
+        there = dict.fromkeys(self.unread, "a column that is not read")
+        return ((f"{self.name}:{at}", {**there, **row}) for at, row in enumerate(self.table))
 
 
 def open_table(uri: str) -> Table:
@@ -75,7 +77,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
 
 
 def _load(uri: str, name: str, files: Sequence[Path], options: Mapping[str, Any]) -> Table:
-    """Open what `datasets.load_dataset` reads, and take from it what a row needs."""
+    """Open what `datasets.load_dataset` reads, but for columns of images and sounds, slow to decode."""
     import datasets  # a second to import
 
     try:
@@ -86,11 +88,9 @@ def _load(uri: str, name: str, files: Sequence[Path], options: Mapping[str, Any]
             f"  {type(error).__name__}: {error}\n"
             "  check the name, ?split= and &config=; a private one needs `hf auth login`"
         ) from error
-    columns = table.column_names
-    wanted = [column for column in columns if column in ROW_KEYS]
-    if not wanted:
-        raise UsageError(
-            f"{name} has no column of conversations\n  columns: {', '.join(columns)}\n"
-            f"  known are: {', '.join(ROW_KEYS)}"
-        )
-    return Table(name, files, table.select_columns(wanted))
+    decoded = [
+        column
+        for column, feature in (table.features or {}).items()
+        if column not in ROW_KEYS and datasets.features.features.require_decoding(feature)
+    ]
+    return Table(name, files, table.remove_columns(decoded) if decoded else table, decoded)

@@ -17,9 +17,11 @@ from draftcore_data import parallel
 from draftcore_data.dataset import Dataset, build_dataset, read_prompts
 from draftcore_data.options import DataOptions
 from draftcore_data.rendering import Renderer
-from talking import QUICKSTART, Jsonl, MakeTokenizer, chat
+from draftcore_sdk.targets import tiny_target
+from talking import QUICKSTART, Jsonl, MakeTokenizer, chat, write_rows, write_run
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
+from draftcore import open_run
 from draftcore.contracts.algorithm import DataSummary
 from draftcore.errors import DraftcoreError, UsageError
 
@@ -102,6 +104,31 @@ def test_truncation_keeps_the_head_and_drops_what_has_no_answer(jsonl: Jsonl, bu
     assert reasons == ["no token of an assistant in the first 64"]
 
 
+def test_what_a_target_cannot_read_is_left_out_or_refused(tmp_path: Path) -> None:
+    """Rows and prompts beyond its positions, and a tokenizer that writes what it has no embedding of."""
+    rows = [chat("Hi", "Four."), chat("why " * 100, "Four."), chat("Hello", "yes " * 100)]
+    both = str(write_rows(tmp_path / "rows.jsonl", *rows))
+    data: dict[str, Any] = {"train": both, "eval": both, "eval_on_train": True, "bad_rows": "skip"}
+
+    def conversations(name: str, **config: Any) -> Any:
+        (tmp_path / name).mkdir()
+        target = tiny_target(tmp_path / name / "target", **config)
+        with open_run(write_run(tmp_path / name, target, **data)) as run:
+            return run.data
+
+    short = conversations("short", max_position_embeddings=200)
+    dataset = short.samples("train")
+    assert "2 left out: longer than the target's 200 positions" in dataset.report.text()
+    assert len(dataset.lengths) == 1
+    prompts = short.prompts()
+    assert len(prompts.token_ids) == 2
+    assert prompts.about["left_out"] == {"the prompt is longer than the target's 200 positions": 1}
+    narrow = conversations("narrow", vocab_size=250, pad_token_id=None, eos_token_id=1)
+    for ask in (narrow.prompts, lambda: narrow.samples("train")):
+        with pytest.raises(UsageError, match=r"wrote the token 257, and .* has 250 rows"):
+            ask()
+
+
 @pytest.mark.parametrize(
     ("row", "options", "says"),
     [
@@ -129,9 +156,18 @@ UNMARKED = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.conte
 @pytest.mark.parametrize(
     ("rows", "template", "says"),
     [
-        ([], [], "0 of 0 rows"),
-        (["{", "{"], [], r"can be used(.|\n)*train\.jsonl:1: not valid JSON"),
-        ([NO_ANSWER], [], r"train\.jsonl:1: no assistant turn(.|\n)*'assistant' or 'gpt'"),
+        ([], [], r"train\.jsonl is empty"),
+        (["{", "{"], [], r"be used\n  2 left out: not valid JSON: Exp.*train\.jsonl:1.*\n.*\.csv"),
+        (
+            [NO_ANSWER] * 4,
+            [],
+            r"be used\n  4 left out: no assistant turn: .*\n.*\n.*data regenerate",
+        ),
+        (
+            [{"q": "x"}],
+            [],
+            r"no known shape: keys 'q' .*\n  a row has messages(.|\n)*data\.columns",
+        ),
         ([chat("Hi", "a")], [UNMARKED], r"no token(.|\n)*\{% generation %\} markers"),
     ],
 )
@@ -233,7 +269,7 @@ def test_many_rows_stay_in_order_and_are_rendered_by_other_processes_to_the_same
 ) -> None:
     """More than are tokenized in one call, with some that cannot be read or rendered."""
     others: dict[int, Any] = {3: NO_ANSWER, 5: chat("Hi", "\ud800"), 6: "{", 2: LONG}
-    source = jsonl(*[others.get(i % 9, chat("Hi", str(i), "And?", "b")) for i in range(600)])
+    source = jsonl(*[others.get(i % 9, chat("Hi", str(i), "And?", "b", n=i)) for i in range(600)])
     alone, here = build(source, name="alone"), list[str]()
     rows = range(len(alone.lengths))
     answers = [chatml.decode(alone.tokens(i)[alone.loss_mask(i)]) for i in rows]
@@ -250,6 +286,7 @@ def test_many_rows_stay_in_order_and_are_rendered_by_other_processes_to_the_same
     together = build(source, name="together")
     assert here == [f"train.jsonl:{line}" for line in range(1, 51)]
     assert together.report == alone.report
+    assert f"keys that are not read: n ({len(kept)} rows)" in alone.report.text()
     for name in ("rows.bin", "dataset.json"):
         one, other = (tmp_path / folder / name for folder in ("together", "alone"))
         assert one.read_bytes() == other.read_bytes()

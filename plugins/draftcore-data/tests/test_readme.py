@@ -57,7 +57,7 @@ def test_the_readmes_run_names_its_rows_and_its_table_the_options_that_there_are
     Path("readme.yaml").write_text(RUN)
     with open_run("readme.yaml", (f"target.path={QUICKSTART / 'target'}",)) as run:
         assert run.data.train == "chats.jsonl, hf:org/name?split=train"
-        assert (run.data.eval, run.data.longest) == ("held-out.jsonl", 4096)
+        assert (run.data.eval, run.data.longest) == ("held-out.jsonl", 2048), "as the target's"
         assert not run.folder.exists(), "rows are read when they are asked for"
     fields = DataOptions.model_fields
     assert [name for name, _ in TABLE] == list(fields)

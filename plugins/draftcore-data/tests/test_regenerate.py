@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 from draftcore_data.conversations import Conversation
+from draftcore_data.endpoints import Endpoints
+from draftcore_data.servers import server_lines
 from draftcore_data.sources import read_conversations
 from talking import (
     Cli,
@@ -130,7 +135,7 @@ def test_several_servers_share_the_work_and_progress_has_rate_tokens_and_time_le
     result = ask(one, "--endpoint", other.url, "--concurrency", 2)
     ask.require_each_once()
     assert [len(server.asked) for server in (one, other)] == [6, 6]
-    for part in ("answering 12/12", "12 tokens in, 36 out", "rows/s", "tokens/s", ":00 left"):
+    for part in ("answering 12/12", "12 tokens in, 36 out", "rows an hour", "tokens/s", ":00 left"):
         assert part in result.stderr
 
 
@@ -196,6 +201,62 @@ def test_killed_it_goes_on_and_loses_and_doubles_no_row(ask: Asking, serve: Serv
     ask(server)
     ask.require_each_once()
     assert len(server.asked) == 9 + 12 - (there - 1)
+
+
+def test_a_server_has_as_many_questions_as_it_keeps_up_with(serve: Serve) -> None:
+    """One more with each answer; half of them where it has too many, and then a share of one more."""
+    full = iter([False] * 8 + [True])
+    server = serve(lambda asked: (429, {}) if next(full, False) else echo(asked))
+
+    async def ask() -> list[float]:
+        async with Endpoints([server.url], 600, 600, None, str) as endpoints:
+            limits = list[float]()
+            for _ in range(9):
+                await endpoints.answer(chat("q")["messages"], ())
+                limits += [one.limit for one in endpoints.endpoints]
+            return limits
+
+    assert asyncio.run(ask()) == [*range(33, 41), 20 + 1 / 20]
+
+
+def test_where_nobody_answers_the_lines_that_start_servers_of_the_target_are_told(
+    ask: Asking, serve: Serve, target_folder: Path, tmp_path: Path
+) -> None:
+    (template := tmp_path / "a.jinja").write_text("{{ enable_thinking }}")
+    told: Json = {"train": str(ask.source), "chat_template": str(template)}
+    ask.source, dead = write_run(tmp_path, target_folder, **told), serve()
+    dead.server_close()
+    more = f"--chat-template {template} --reasoning-parser qwen3"
+    said = ask.cli(*VERB, ask.source, "--out", ask.out, status=2).stderr
+    for server in ("python -m sglang.launch_server --model-path", "vllm serve"):
+        assert f"{server} {target_folder} --port 8000 {more}" in said
+    said = ask(dead, "--patience", 0, status=1).stderr
+    assert f"vllm serve {target_folder} --port {dead.server_port} {more}" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parsers"),
+    [
+        ("qwen3", "", ()),
+        ("glm4_moe", "<think>", ("glm45", "glm45")),
+        ("gpt_oss", "", ("gpt-oss", "openai_gptoss")),
+        (
+            "deepseek_v3",
+            "{% if thinking %}<\uff5cAssistant|></think>",
+            ("deepseek-v3", "deepseek_v3"),
+        ),
+        ("qwen2", "</think>\n<\uff5cAssistant|>", ("deepseek-r1", "deepseek_r1")),
+    ],
+)
+def test_a_servers_line_has_the_reasoning_parser_where_it_is_known(
+    tmp_path: Path, family: str, template: str, parsers: tuple[str, ...]
+) -> None:
+    (file := tmp_path / "a.jinja").write_text(template)
+    text = SimpleNamespace(model_type=family)
+    target: Any = SimpleNamespace(path="a model", text_config=text, revision="v1", source={})
+    lines = server_lines(target, str(file), 9)
+    assert lines[1].startswith("vllm serve 'a model' --port 9 --revision v1")
+    assert re.findall(r"--reasoning-parser (\S+)", "\n".join(lines)) == list(parsers)
 
 
 # ------------------------------------------------------------ what is asked and kept

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from draftcore_data.api import check, show
 from talking import QUICKSTART, Cli, Json, chat, rows_of, write_rows, write_run
 
 Config = Callable[..., Path]
@@ -110,3 +112,12 @@ def test_own_answers_are_told_from_those_of_others(
     assert foreign["own"] == found["own"], "it answers the same prompts alike"
     people = ["We would rather not write this one, since a library has it already."] * 8
     assert "the answers are not the target's own" in check(people, status=1)
+
+
+def test_a_program_gets_rows_figures_and_the_verdict_as_records(config: Config) -> None:
+    file = config(*(chat("one", "uno") for _ in range(3)))
+    shown = show(file, rows=1)
+    assert (len(shown.rows), shown.figures["kept"]) == (1, 3)
+    assert ("uno<|im_end|>", True) in [(text.strip(), on) for text, on in shown.rows[0].parts]
+    verdict = check(yaml.safe_load(file.read_text()), rows=2, max_tokens=4)
+    assert (verdict.rows, verdict.name) == (2, "foreign")

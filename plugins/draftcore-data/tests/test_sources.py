@@ -12,8 +12,9 @@ from typing import Any
 import fsspec
 import pytest
 from draftcore_data.conversations import BadRow, Conversation, is_learned, parse_row
+from draftcore_data.files import open_files
 from draftcore_data.options import DataOptions, SourceOptions
-from draftcore_data.sources import finder, named, open_lines, open_source, read_conversations
+from draftcore_data.sources import finder, named, open_source, read_conversations, require_columns
 from draftcore_sdk.images import ImageSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.samples import SamplesSuite
@@ -104,19 +105,78 @@ def test_what_fsspec_reaches_is_read_there_and_its_key_follows_its_content() -> 
 def test_a_file_that_breaks_off_names_the_last_line_read_and_what_to_do(folder: Path) -> None:
     whole = gzip.compress(b"\n".join(lines(n) for n in range(9999)), 0)
     (folder / "b.jsonl.gz").write_bytes(whole[:-5000])
-    says = r"b\.jsonl\.gz cannot be read after b\.jsonl\.gz:\d+\n.*EOFError.*\n  it is torn, or"
+    says = r"b\.jsonl\.gz cannot be read after b\.jsonl\.gz:\d+\n.*EOFError.*\n  it is torn"
     with pytest.raises(UsageError, match=says):
         read(str(folder / "b.jsonl.gz"))
+
+
+ROWS = [{"prompt": f"caf\u00e9, {n}", "completion": f"a\n{n}"} for n in range(3)]
+CELLS = "".join(f'"{row["prompt"]}"\t"{row["completion"]}"\n' for row in ROWS)
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("array.json", json.dumps(ROWS).encode()),
+        ("indented.json", json.dumps(ROWS, indent=2).encode()),
+        ("objects.json", "\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
+        ("in-one.json", json.dumps({"version": 1, "data": ROWS}).encode()),
+        ("in-one-indented.jsonl", json.dumps({"rows": ROWS}, indent=1).encode()),
+        ("no-ending", gzip.compress(LINES)),
+        ("sixteen.jsonl", LINES.decode().encode("utf-16")),
+        ("table.tsv", f"prompt\tcompletion\n{CELLS}".encode("utf-8-sig")),
+        ("table.csv.gz", gzip.compress(f"prompt,completion\n{CELLS}".replace("\t", ",").encode())),
+    ],
+)
+def test_what_is_no_json_lines_is_read_as_what_it_is(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows = list(open_source(str(tmp_path / name), FIND).rows())
+    assert [json.loads(row) for _, row in rows] == ROWS
+    assert len({place for place, _ in rows}) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("torn.json", b'[{"a": 1},\n{"a"', r"torn\.json is not valid JSON: .* line 2(.|\n)*torn"),
+        ("old.csv", b"prompt,completion\ncaf\xe9,a", r"after its beginning(.|\n)*iconv -f latin1"),
+    ],
+)
+def test_what_cannot_be_read_as_what_it_is_says_what_to_do(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=says):
+        read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (
+            {"source": "b", "wieght": 2},
+            r"wieght: unknown key \(did you mean 'weight'\?\); there are",
+        ),
+        ({"weight": 2}, "source: is missing"),
+        (5, "source: Input should be a valid string, not 5"),
+    ],
+)
+def test_a_source_of_a_list_that_is_wrong_is_told_of_by_its_number(wrong: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=f"^data.train, source 2: 1 wrong\n  {says}"):
+        DataOptions.model_validate({"train": ["a", wrong]})
 
 
 @pytest.mark.parametrize(
     ("source", "says"),
     [
         ("{folder}/READM.md", r"did you mean 'README\.md'"),
-        ("{folder}", "0.jsonl is one JSON array"),
+        ("{folder}", "0.jsonl is a table\n  have its name end in .parquet"),
+        ("{folder}/empty", "no data in the folder .*empty: there is a.json\n.*empty/"),
         ("{folder}/none", "no such data"),
         ("{folder}/*.jsn", "no such data"),
-        ("{folder}/0.jsonl", "one JSON array"),
         ("{folder}/a.jsonl?split=train", "unknown option 'split'"),
         ("{folder}/*.zst", "cannot open .*zst(.|\n)*pip install zstandard"),
         (
@@ -124,12 +184,14 @@ def test_a_file_that_breaks_off_names_the_last_line_read_and_what_to_do(folder: 
             "cannot open nobody(.|\n)*Protocol not known.*\n  check the",
         ),
         ("file://{folder}/none", "no such data: file:"),
-        ("file://{folder}/0.jsonl", "0.jsonl is one JSON array"),
+        ("file://{folder}/0.jsonl", "0.jsonl is a table"),
     ],
 )
 def test_what_cannot_be_opened_is_an_error_at_once(folder: Path, source: str, says: str) -> None:
-    (folder / "packed.zst").write_text("packed")
-    (folder / "0.jsonl").write_text("[{}]")
+    (folder / "packed.zst").write_bytes(b"(\xb5/\xfd")
+    (folder / "0.jsonl").write_bytes(b"PAR1")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "a.json").touch()
     with pytest.raises(UsageError, match=says):
         read_conversations(source.format(folder=folder), find=FIND)
 
@@ -164,10 +226,10 @@ def test_a_scheme_without_slashes_is_a_plugins(folder: Path) -> None:
 
     def find(uri: str) -> Any:
         asked.append(uri)
-        return open_lines(uri.replace("numbers:", f"jsonl:{folder}/deep"))
+        return open_files(uri.replace("numbers:", f"files:{folder}/deep"))
 
     assert read(("numbers:", f"{folder}/a.jsonl"), find) == [4, 5, 1, 2]
-    assert asked == ["numbers:", f"jsonl:{folder}/a.jsonl"]
+    assert asked == ["numbers:", f"files:{folder}/a.jsonl"]
 
 
 # ------------------------------------------------------------ tables of `datasets`
@@ -221,8 +283,9 @@ def test_saved_folders_and_parquet_read_alike(datasets: Any, table: Any, tmp_pat
 
 def test_a_table_that_cannot_be_read_says_what_to_check(datasets: Any, tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"text": "x"}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UsageError, match="columns: text"):
-        open_source(str(tmp_path / "saved"), FIND)
+    (row,) = read_conversations(str(tmp_path / "saved"), find=FIND)
+    assert isinstance(row, BadRow)
+    assert row.detail == "keys 'text'"
     with pytest.raises(UsageError, match=r"hf:org/none, split train(.|\n)*check the name"):
         open_source("hf:org/none", FIND)
     with pytest.raises(UsageError, match="did you mean 'split'"):
@@ -251,8 +314,10 @@ def test_all_shapes_and_their_mixtures_read_alike(jsonl: Jsonl) -> None:
         {"instruction": "Hi", "input": "", "output": "Yes?"},
         {"messages": [{"role": "human", "content": "Hi"}, {"role": "model", "content": "Yes?"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, CHAT[1]]},
+        {"messages": [{"role": "User", "content": "Hi"}, {"from": "AI", "value": "Yes?"}]},
+        {"messages": json.dumps(CHAT), "system": "", "tools": ""},
     )
-    expected = [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in range(1, 10)]
+    expected = [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in range(1, 12)]
     assert list(read_conversations(source)) == expected
 
 
@@ -263,14 +328,19 @@ BAD: tuple[tuple[Any, str], ...] = (
     ('{"messages": ' + "[" * 100_000, "not valid JSON: maximum recursion"),
     ('{"messages": ' + "9" * 5000 + "}", "not valid JSON: Exceeds the limit"),
     ("7", "the row is not an object: int"),
-    ({"text": "x"}, "no messages or conversations: keys 'text'"),
-    ({"messages": "x"}, "messages is not a list: str"),
+    ({"text": "x"}, "no known shape: keys 'text'"),
+    ("prompt,completion", "not valid JSON: Expecting value, column 1; it begins 'prompt,comple"),
+    ({"messages": 7}, "messages is not a list: int"),
     ({"messages": []}, "the conversation is empty"),
     ({"messages": ["x"]}, "a message is not an object: message 1: str"),
     ({"messages": [{"content": "x"}]}, "a message has no role: message 1"),
     (saying("asistant", "x"), "unknown role: message 3: 'asistant' (did you mean 'assistant'?)"),
     (saying("assistant", None), "a message has no content: message 3 (assistant)"),
-    (saying("user", [3]), "content is not text: message 3 (user): int"),
+    (saying("user", [3]), "content is neither text nor an image: message 3 (user): int"),
+    (
+        saying("ai", [{"type": "tool_use"}]),
+        "content is neither text nor an image: message 3 (ai): to",
+    ),
     (saying("assistant", [{"type": "image", "url": "x"}]), "an answer holds images, and text"),
     (saying("user", [{"type": "image_url"}]), "an image is neither a path nor a URI: message 3"),
     (saying("user", FAR), "an image is not on this machine: message 3 (user): https://a.b/c.png"),
@@ -278,7 +348,7 @@ BAD: tuple[tuple[Any, str], ...] = (
     (answering(weight=0.5), "weight is not 0 or 1"),
     (answering(thinking=[3]), "reasoning is not text: message 2"),
     (answering(tool_calls=[3]), "a tool call is not an object"),
-    ({"completion": "x"}, "no messages or conversations: keys 'completion'"),
+    ({"completion": "x"}, "no known shape: keys 'completion'"),
     ({"input_ids": [1, 2]}, "input_ids without loss_mask or labels"),
     ({"input_ids": [1, 2], "labels": [1]}, "input_ids and its mask are not of one length: 2 and 1"),
     ({"input_ids": [1, 0.5], "labels": [1, 2]}, "a row of tokens is not a list of integers"),
@@ -307,7 +377,43 @@ def test_bad_bytes_and_empty_lines_keep_the_line_numbers_right(tmp_path: Path) -
     rows = list(read_conversations(str(tmp_path / "train.jsonl")))
     assert [row.where for row in rows] == [f"train.jsonl:{line}" for line in (1, 3, 4)]
     assert [isinstance(row, BadRow) for row in rows] == [False, True, False]
-    assert "can't decode byte 0xff" in str(rows[1])
+    assert "not in UTF-8: 'utf-8' codec can't decode byte 0xff" in str(rows[1])
+
+
+@pytest.mark.parametrize("key", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "shape", [{"conversations": SHAREGPT}, {"instruction": "Hi", "output": "Yes?"}]
+)
+def test_a_system_prompt_beside_a_conversation_is_its_first_turn(
+    key: str, shape: dict[str, Any]
+) -> None:
+    row = parse_row("x", {**shape, key: "Be brief."})
+    assert row == Conversation("x", ({"role": "system", "content": "Be brief."}, *CHAT))
+
+
+def test_keys_that_are_not_read_are_counted() -> None:
+    own, unread = {"role": "system", "content": "Own."}, Counter[str]()
+    for row in (
+        {"messages": CHAT, "id": 7, "score": 7, "lang": None},
+        {"messages": CHAT, "prompt": "Hi", "score": 8},
+        {"messages": [own, *CHAT], "system": "Another."},
+        {"messages": [own, *CHAT], "system": "Own."},
+        {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]},
+        {"text": "of no known shape"},
+    ):
+        parse_row("x", row, {}, unread)
+    assert unread == {"score": 2, "prompt": 1, "system": 1, "attention_mask": 1}
+
+
+def test_columns_say_which_names_keys_have_and_what_no_row_has_is_refused(jsonl: Jsonl) -> None:
+    source = jsonl({"messages": 7, "question": "Hi", "a": "Yes?"}, {"messages": CHAT})
+    rows = list(read_conversations(source, columns={"prompt": "question", "completion": "a"}))
+    assert rows == [Conversation(f"train.jsonl:{line}", tuple(CHAT)) for line in (1, 2)]
+    says = r"columns\.prompt: no row has 'qestion' \(did you mean 'question'\?\)\n.*question, a$"
+    with pytest.raises(UsageError, match=says):
+        require_columns(source, {"prompt": "qestion"})
+    with pytest.raises(ValueError, match=r"no key 'promt' is read \(did you mean 'prompt'\?\)"):
+        DataOptions(columns={"promt": "question"})
 
 
 def test_reasoning_and_calls_are_found_by_any_name_and_need_no_content(jsonl: Jsonl) -> None:
@@ -325,6 +431,8 @@ def test_reasoning_and_calls_are_found_by_any_name_and_need_no_content(jsonl: Js
         for way in ways
         for at, name in enumerate(names)
     ]
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "x"}  # as Anthropic writes it
+    rows.append({"messages": [CHAT[0], {**ways[1], "content": [thinking]}], "tools": tools[0]})
     answer = {"role": "assistant", "content": "", "reasoning_content": "hm"}
     for row in read_conversations(jsonl(*rows)):
         assert isinstance(row, Conversation)

@@ -18,7 +18,7 @@ Shape letters: B batch, T tokens, M kept blocks, S rows of a block, Q all rows o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from draftcore_nn import attention as fused
@@ -28,9 +28,11 @@ from draftcore_nn.masks import TILE
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from draftcore_dflash.blocks import Blocks
+
+if TYPE_CHECKING:  # it brings torch's compiler, which takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -49,6 +51,7 @@ class Tiles(masks.Tiles):
         cls, blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None
     ) -> Tiles:
         """List the tiles of blocks on the CPU, for a context of `shape` [B, T]."""
+
         (batch, length), queries = shape, blocks.per_sample * block_size
         anchor_BN = torch.zeros(batch * blocks.per_sample, dtype=torch.long)
         anchor_BN = anchor_BN.index_copy(0, blocks.slot_M, blocks.anchor_M).view(batch, -1)
@@ -120,7 +123,9 @@ def attend(query_MSAD: Tensor, own: KeysValues, context: KeysValues, mask: Atten
     Scores are scaled by D^-0.5.
     """
     blocks, seen = mask.blocks, mask.seen
-    if isinstance(seen, BlockMask):
+    if not isinstance(seen, Tensor):
+        from torch.nn.attention.flex_attention import flex_attention
+
         rows = len(context[0]) * blocks.per_sample
         query_BAQD, *own_BGQD = (
             _laid(x, blocks.slot_M, rows, len(context[0])) for x in (query_MSAD, *own)

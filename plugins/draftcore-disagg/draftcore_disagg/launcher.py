@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from draftcore.errors import DraftcoreError, ExitStatus
-from draftcore.files import STEPS, regular
+from draftcore.files import STEPS, regular, write_atomic
 
 QUEUE = "queue.json"  # in a run's folder: where the trainer's queue is reached, while it is
 SCALE = "scale.json"  # in a run's folder: {"producers": N}, written while the run goes on
+CONFIG = "config.json"  # in a run's folder: what was given as a mapping, for its processes
 MEETING = "DRAFTCORE_RANKS"  # in a rank's environment: the file where the ranks of one machine meet
 
 
@@ -86,6 +87,9 @@ class Launcher(Protocol):
 
 def launch(config: Any, command: Sequence[str], arguments: Sequence[str], bind: Any) -> str:
     """Run the processes of a topology by its launcher; returns how training ended."""
+    if not arguments:
+        arguments = [str(file := config.run / CONFIG)]
+        write_atomic(file, config.model_dump_json(exclude_unset=True))
     topology, target = config.topology, config.target
     bound = bind("launcher", topology.launcher, topology.options)
     launcher = bound.hook.launcher(name=topology.launcher, options=bound.options)

@@ -25,7 +25,7 @@ def produce_features(run: OpenRun) -> tuple[str, str]:
         def find_queue() -> str:
             if stop:
                 raise RunEnded("asked to stop", "interrupted")
-            return queue_address(run)
+            return queue_address(run.folder)
 
         def prepare(about: Json) -> tuple[OpenCapture, str]:
             request, theirs = FeatureRequest.from_json(about["request"]), str(about["provenance"])

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,24 +29,24 @@ LEAST_STORE = 32 << 20  # bytes; half of the shared memory that Docker gives a c
 HEAD_BYTES = 4096  # of a row in a store, beside its tokens'
 
 
-def queue_file(run: OpenRun) -> Path:
-    """Return the file with the address of the trainer's queue."""
-    return run.folder / QUEUE
-
-
-def queue_address(run: OpenRun) -> str:
-    """Return where the trainer's queue is; '' while there is none, or its file is not whole."""
+def queue_address(folder: Path) -> str:
+    """Return where the queue of a run's trainer is; '' while there is none, or its file is not whole."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        return str(json.loads(regular(queue_file(run)).read_text())["address"])
+        return str(json.loads(regular(folder / QUEUE).read_text())["address"])
     return ""
 
 
 def open_channel(run: OpenRun) -> Channel:
     """Open the run's channel, with what its processes know and nobody else: the secret."""
-    uri = str(run.config.channel)
-    bound = run.bind("channel", uri.partition(":")[0])
-    shared = run.ranks.on_rank0(lambda: secret(run.folder)).encode()
-    return cast(Channel, bound.hook.channel(name=bound.offer.name, uri=uri, secret=shared))
+    shared = run.ranks.on_rank0(lambda: secret(run.folder))
+    return channel_of(run.config.channel, shared, run.bind)
+
+
+def channel_of(uri: str, shared: str, bind: Callable[[str, str], Bound]) -> Channel:
+    """Open the channel of a URI for those who share a secret."""
+    bound = bind("channel", uri.partition(":")[0])
+    opened = bound.hook.channel(name=bound.offer.name, uri=uri, secret=shared.encode())
+    return cast(Channel, opened)
 
 
 class QueueSource:
@@ -93,7 +93,7 @@ class QueueSource:
                 if not run.ranks.rank:
                     queue = open_queue(run, needed, store)
                     address = channel.serve(QueueService(queue))
-                    write_atomic(queue_file(run), json.dumps({"address": address}))
+                    write_atomic(run.folder / QUEUE, json.dumps({"address": address}))
             (address, *_) = run.ranks.all_gather(address)
             reached = queue or RemoteQueue(channel.connect(lambda: address))
             patience = 0.0 if queue else PATIENCE
@@ -102,7 +102,7 @@ class QueueSource:
         finally:
             if queue is not None:
                 queue.end("failed")  # unless it has ended before
-                queue_file(run).unlink(missing_ok=True)
+                (run.folder / QUEUE).unlink(missing_ok=True)
                 queue.farewell(FAREWELL)
                 with suppress(StoreAway):  # or it went with all that it held
                     if queue.ended == "finished" and not needed.keeps:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from draftcore import open_run
 from draftcore.errors import ExitStatus, UsageError
-from draftcore.files import write_atomic
-from draftcore_disagg.launcher import QUEUE, SCALE
+from draftcore_disagg import api
 
 
 @click.command(epilog="For example: draftcore produce run.yaml target.device=cuda:1")
@@ -24,13 +21,7 @@ def produce(registry: Any, config: Path, overrides: tuple[str, ...]) -> None:
 
     Any number of these, on any number of machines, work for one trainer, which hands out batches.
     """
-    with open_run(config, overrides, registry) as run:
-        from draftcore_disagg.produce import produce_features
-
-        click.echo(f"waiting for the trainer of {run.folder}", file=sys.stderr)
-        state, line = produce_features(run)
-    click.echo(line)
-    if state == "interrupted":
+    if api.produce(config, *overrides, registry=registry, say=click.echo) == "interrupted":
         raise click.exceptions.Exit(ExitStatus.INTERRUPTED)
 
 
@@ -49,10 +40,12 @@ def status(registry: Any, config: Path, overrides: tuple[str, ...], seconds: flo
     """
     if math.isnan(seconds):
         raise UsageError("--seconds nan is no time\n  for example --seconds 5")
-    with open_run(config, overrides, registry) as run:
-        from draftcore_disagg.status import lines
+    from draftcore import load_config
+    from draftcore_disagg.status import parts
 
-        for name, value in lines(run, seconds):
+    none = [("queue", "none: the trainer captures for itself, or is not at work")]
+    for part in parts(load_config(config, overrides), registry, seconds):
+        for name, value in part.lines() if part else none:
             click.echo(f"{name:28}  {value}")
 
 
@@ -68,13 +61,5 @@ def scale(config: Path, asked: str) -> None:
     name, _, number = asked.partition("=")
     if name != "producers" or not number.isdecimal() or not 1 <= int(number) <= 1000:
         raise UsageError(f"{asked!r} is not producers=N\n  N is 1 to 1000, as in producers=24")
-    from draftcore import load_config
-
-    run = load_config(config).run
-    if not (run / QUEUE).exists():
-        raise UsageError(
-            f"no run with producers is under way in {run}\n"
-            "  start one with topology.producers, and scale it while it goes on"
-        )
-    write_atomic(run / SCALE, f'{{"producers": {int(number)}}}')
+    api.scale(config, int(number))
     click.echo(f"{number} producers are asked for; draftcore status shows when they are there")

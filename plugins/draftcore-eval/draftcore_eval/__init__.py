@@ -1,4 +1,4 @@
 """Acceptance measured by real speculative decoding (`decode`), and its report (`report`).
 
-From Python: `from draftcore_eval.verb import evaluate`.
+From Python: `from draftcore_eval.api import evaluate`.
 """

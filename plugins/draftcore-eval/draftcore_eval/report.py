@@ -7,9 +7,9 @@ plus the target's own token. The first token comes from the prompt's prefill and
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from draftcore.errors import plural
 from draftcore.files import write_atomic
 from draftcore_eval import serving
+from draftcore_eval.plots import figure, fit_shares, save
 
 
 @dataclass
@@ -186,14 +187,13 @@ class Report:
 
 def plot(reports: Mapping[str, Report], file: Path) -> None:
     """Draw acceptance by position with its intervals, of one draft or of several by their labels."""
-    from matplotlib.figure import Figure  # 0.3 s; no pyplot, so no window system is touched
-
-    figure = Figure(layout="constrained")
-    axes, width = figure.add_subplot(), 0.8 / len(reports)
+    drawn, (axes,) = figure()
+    width, highest = 0.8 / len(reports), 0.0
     for number, (label, report) in enumerate(reports.items()):
         rates = np.array(report.acceptance_by_position)
         positions = np.arange(1, len(rates) + 1) + (number - (len(reports) - 1) / 2) * width
         errors = np.abs(np.array(report.acceptance_by_position_95).T - rates)
+        highest = max(highest, *(rates + errors[1]))
         low, high = report.acceptance_length_95
         length = f"{report.acceptance_length:.2f} (95 %: {low:.2f} to {high:.2f})"
         name = f"{label} acceptance length {length}".lstrip()
@@ -202,11 +202,13 @@ def plot(reports: Mapping[str, Report], file: Path) -> None:
             axes.bar_label(bars, fmt="%.2f")
     about = next(iter(reports.values())).about
     title = [f"{about[key]}" for key in ("algorithm", "target", "data") if key in about]
-    axes.set(xlabel="drafted position", ylabel="share of rounds accepted up to here", ylim=(0, 1))
-    axes.set_title(" · ".join(title[len(reports) > 1 :]), fontsize="medium")
+    axes.set(xlabel="drafted position", ylabel="share of rounds accepted up to here")
+    fit_shares(axes, highest)
+    axes.set_title(
+        re.sub(r"[^\s,]*/", "", " · ".join(title[len(reports) > 1 :])), fontsize="medium"
+    )
     axes.legend(loc="upper right")  # "best" takes seconds on a busy machine
-    figure.savefig(drawn := io.BytesIO(), format="png", dpi=144)
-    write_atomic(file, drawn.getvalue())
+    save(drawn, file)
 
 
 def comparison(reports: Mapping[str, Report]) -> list[str]:

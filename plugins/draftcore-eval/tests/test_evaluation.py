@@ -13,13 +13,17 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from draftcore_eval import report
+from draftcore_eval.api import evaluate
 from draftcore_eval.evaluation import Decoding
 from draftcore_eval.options import EvalOptions
-from draftcore_eval.verb import evaluate, verb
+from draftcore_eval.report import Decoded, Report
+from draftcore_eval.verb import verb
 from draftcore_sdk.evaluations import EvaluationSuite
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.runners import RunnerSuite
 from draftcore_sdk.targets import byte_tokenizer, conversations
+from draftcore_sdk.wrappers import ObserverSuite
 
 import draftcore
 from draftcore import open_run
@@ -39,6 +43,30 @@ class TestDecoding(EvaluationSuite):
 
 class TestEager(RunnerSuite):
     plugin = "draftcore_eval.plugin"
+
+
+class TestCurvesPlugin(PluginSuite):
+    plugin = "draftcore_eval.curves:plugin"
+
+
+class TestCurves(ObserverSuite):
+    plugin = "draftcore_eval.curves:plugin"
+
+
+def test_the_plot_of_a_weak_draft_fills_its_axis_and_says_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(report, "save", lambda figure, file: drawn.append(figure))
+    about = {"algorithm": "eagle3", "target": "/models/tiny", "data": "/data/a.jsonl, b.jsonl"}
+    for accepted in (0, 19):  # of 20 rounds of one prompt
+        decoded = Decoded([1], [0] * 50, [1] * accepted + [0] * (20 - accepted), [1] * 20)
+        times = {"draft_seconds": 1.0, "verify_seconds": 1.0, "plain_seconds": 1.0}
+        of = {"about": about, "lossless": True, "ties": (), **times}
+        report.plot({"": Report.count([decoded], 1, 1, **of)}, tmp_path / "plot.png")
+    weak, strong = (figure.axes[0] for figure in drawn)
+    assert (weak.get_ylim()[1] < 0.1, strong.get_ylim()[1]) == (True, 1)
+    assert weak.get_title() == "eagle3 · tiny · a.jsonl, b.jsonl"
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -34,14 +35,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import AutoConfig, AutoTokenizer, cache_utils
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftcore.contracts.capture import FeatureRequest, ImageProcessor
 from draftcore.contracts.target import PrefillRunner, TargetCache, TargetModel, TargetSpec
-from draftcore.errors import DraftcoreError, UsageError
+from draftcore.errors import DraftcoreError, UsageError, nearest, raised
 from draftcore.files import regular, write_atomic
-from draftcore.tensors import resolve_device
+from draftcore.tensors import require_devices, resolve_device
 from draftcore.uris import format_size
 
 EMBEDDINGS = ["embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings"]
@@ -49,6 +51,7 @@ HEADS = ["lm_head", "embed_out", "head"]
 # Kinds of transformers' cache layers that decoding here can take tokens back from.
 CACHE_LAYERS = ["Dynamic", "DynamicSlidingWindow", "DynamicIndexed", "Dummy", "LinearAttention"]
 CACHE_LAYERS += ["LinearAttentionAndFullAttention"]
+HUB_ID = r"[^./~][^/]*(/[^/]+)?"
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 SLOW_DIGEST_BYTES = 1 << 28  # a file of more takes so long to read that a line says so
 LOGITS_AT_A_TIME = 1 << 24  # each takes some 20 bytes until the largest are found
@@ -76,13 +79,20 @@ class TransformersTarget:
         with read_target(path, "config"):
             self.config: Any = AutoConfig.from_pretrained(path, **self.source)
             self.text_config: Any = self.config.get_text_config()
+            bidirectional = getattr(self.text_config, "is_decoder", True) is False
+            if (
+                bidirectional
+                and type(self.text_config) in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING
+            ):
+                raise ValueError("it is an encoder, whose tokens see those that come after them")
             with_images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             self.is_multimodal = type(self.config) in with_images
             self.num_layers = int(self.text_config.num_hidden_layers)
             self.vocab_size = int(self.text_config.vocab_size)
             self.logit_scale = logit_scale(self.text_config)
-            cap = getattr(self.text_config, "final_logit_softcapping", None)
-            self.logit_softcap = float(cap) if cap else None
+            caps = ("final_logit_softcapping", "logits_soft_cap")
+            cap = next((c for name in caps if (c := getattr(self.text_config, name, None))), None)
+            self.logit_softcap = None if cap is None else float(cap)
             if min(self.num_layers, self.vocab_size, int(self.text_config.hidden_size)) < 1:
                 raise ValueError("its layers, tokens or width are below 1")
             stored = self.config.dtype or self.text_config.dtype or "float32"
@@ -93,7 +103,7 @@ class TransformersTarget:
         self._fingerprint = ""
         self._files = dict[str, str]()
 
-    def require_layers(self, request: FeatureRequest) -> None:
+    def require_layers(self, request: FeatureRequest, here: bool = False) -> None:
         beyond = [layer for layer in request.layers if not 0 <= layer < self.num_layers]
         if beyond:
             raise UsageError(
@@ -105,6 +115,9 @@ class TransformersTarget:
                 f"the {request.topk} largest logits were asked for, target {self.path!r} has "
                 f"{self.vocab_size} tokens"
             )
+        if here and self._model is None:
+            require_devices(resolve_device(self.device), self.devices, "target.tensor_parallel")
+            require_loadable(self)
 
     def load_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -157,22 +170,42 @@ class TransformersTarget:
         if self._files:
             return self._files
         with read_target(self.path, "weights"):
-            if index := fetch(self, "model.safetensors.index.json"):
-                names: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-                local = {file: str(fetch(self, file)) for file in set(names.values())}
-                self._files = {name: local[file] for name, file in names.items()}
-            elif single := fetch(self, "model.safetensors"):
-                with safe_open(regular(Path(single)), framework="pt") as tensors:
-                    self._files = dict.fromkeys(tensors.keys(), single)
-        if not self._files:
-            raise DraftcoreError(
-                f"target {self.path!r} has no model.safetensors\n"
-                "  draftcore reads safetensors only; convert the weights with save_pretrained"
+            index = fetch(self, "model.safetensors.index.json")
+            names: dict[str, str] = (
+                json.loads(Path(index).read_text())["weight_map"] if index else {}
             )
-        return self._files
+            found = {f: fetch(self, f) for f in sorted({*names.values()}) or ["model.safetensors"]}
+            if index and (absent := [file for file, here in found.items() if here is None]):
+                raise ValueError(
+                    f"of the {len(found)} files that the index names, {len(absent)} are not there: "
+                    f"{', '.join(absent[:3])}"
+                )
+        files = dict[str, str]()
+        for file, here in found.items():
+            if here is None:
+                raise DraftcoreError(
+                    f"target {self.path!r} has no {file}\n"
+                    "  draftcore reads safetensors only; convert the weights with save_pretrained"
+                    + f"\n  or, if the Hub is not reached from here, hf download {self.path}"
+                    * (not Path(self.path).exists())
+                )
+            with (
+                read_target(self.path, f"weights in {file}"),  # one that is cut off does not open
+                safe_open(regular(Path(here)), framework="pt") as tensors,
+            ):
+                stored = [*tensors.keys()]
+                held = [name for name, at in names.items() if at == file] if index else stored
+                if lacking := sorted({*held} - {*stored}):
+                    raise ValueError(f"{lacking[0]} is not there, and the index names it")
+            files |= dict.fromkeys(held, here)
+        self._files = files
+        return files
 
-    def _read(self, modules: Sequence[str]) -> Tensor:
-        """Read the weight of the first of these; of several, the outermost: MTP layers have their own."""
+    def _read(self, modules: Sequence[str], whole: bool = True) -> Tensor:
+        """Read the weight of the first of these; of several, the outermost: MTP layers have their own.
+
+        Its header alone if not `whole`.
+        """
         files, shape = self.weight_files(), (self.vocab_size, int(self.text_config.hidden_size))
         outermost = sorted(files, key=lambda name: name.count("."))
         names = [n for m in modules for n in outermost if f".{n}".endswith(f".{m}.weight")]
@@ -187,10 +220,10 @@ class TransformersTarget:
             read_target(self.path, file),
             safe_open(regular(Path(file)), framework="pt") as tensors,
         ):
-            tensor: Tensor = tensors.get_tensor(name)
-            if tensor.shape != shape:
-                stored = (*tensor.shape,)
+            stored = (*tensors.get_slice(name).get_shape(),)
+            if stored != shape:
                 raise ValueError(f"{name} has the shape {stored}, config.json says {shape}")
+            tensor: Tensor = tensors.get_tensor(name) if whole else torch.empty(0)
         return tensor
 
 
@@ -198,7 +231,8 @@ def logit_scale(text: Any) -> float:
     """Return what a config multiplies logits by; the name that Granite divides by, others multiply by."""
     for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
         if value := getattr(text, name, None):
-            divides = name == "logits_scaling" and text.model_type.startswith("granite")
+            granites = text.model_type.startswith(("granite", "minicpm"))
+            divides = name == "logits_scaling" and granites
             return 1 / value if divides else float(value)
     return 1.0
 
@@ -214,7 +248,10 @@ def fetch(target: TargetSpec, file: str) -> str | None:
 def read_target(path: str, what: str) -> Iterator[None]:
     """Turn whatever a library raises over a target's files into a UsageError that says what to do."""
     try:
-        for file in Path(path).glob("*"):
+        if not (folder := Path(path)).exists() and not re.fullmatch(HUB_ID, path):
+            near = nearest(folder.name, [each.name for each in folder.parent.glob("*")])
+            raise ValueError(f"there is no such folder{near}")
+        for file in folder.glob("*"):
             regular(file)
         yield
     except DraftcoreError:
@@ -282,16 +319,63 @@ def digested_beside(files: Iterable[str]) -> Iterator[None]:
             raise ValueError(f"{real} is damaged: its name is its SHA-256, and that is another")
 
 
+def weights_text(spec: TransformersTarget) -> str:
+    """Name a target's weights in an error."""
+    method = (getattr(spec.config, "quantization_config", None) or {}).get("quant_method")
+    return f"weights, quantised by {method}," if method else "weights"
+
+
+def from_pretrained(spec: TransformersTarget, **more: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Let transformers make the model of a target; returns what it says of its tensors, too."""
+    kind = "AutoModelForImageTextToText" if spec.is_multimodal else "AutoModelForCausalLM"
+    settings = {"dtype": spec.dtype, "output_loading_info": True, **spec.source, **more}
+    model, report = getattr(modeling_auto, kind).from_pretrained(spec.path, **settings)
+    return model, report
+
+
+def require_all(report: Mapping[str, Any]) -> None:
+    """Raise ValueError for tensors that a model lacks; transformers would make random ones."""
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"they lack {', '.join(missing[:4])}, which config.json says are there")
+
+
+def require_loadable(spec: TransformersTarget) -> None:
+    """Raise UsageError for weights that transformers would not load, by all that their headers tell.
+
+    The model is made without its weights, which takes a second; that needs accelerate. Of one that is
+    quantised, what its method needs is asked for. What else transformers meets is left to loading.
+    """
+    for modules in (EMBEDDINGS + HEADS, HEADS + EMBEDDINGS):
+        spec._read(modules, whole=False)
+    with read_target(spec.path, weights_text(spec)):
+        if getattr(spec.config, "quantization_config", None):
+            if not get_hf_quantizer(copy.deepcopy(spec.config), None, None, True, {})[0]:
+                raise ValueError("transformers knows no such quantisation")
+            return
+        if importlib.util.find_spec("accelerate") is None:
+            return
+        before = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # loading says it
+        transformers_logging.disable_progress_bar()
+        try:
+            report = from_pretrained(spec, device_map="meta", ignore_mismatched_sizes=True)[1]
+        except Exception:
+            return
+        finally:
+            transformers_logging.set_verbosity(before)
+        require_all(report)
+        for name, stored, made in sorted(report["mismatched_keys"]):
+            shapes = (*stored,), (*made,)
+            raise ValueError("{} has the shape {}, config.json says {}".format(name, *shapes))
+
+
 def load_weights(spec: TransformersTarget, parts: int) -> Any:
     """Load a target by transformers, or the part of it that this process has of several.
 
     Raises UsageError where transformers would go on with weights that are not the target's.
     """
     transformers_logging.disable_progress_bar()  # loading has no place beside our own bar
-    method = (getattr(spec.config, "quantization_config", None) or {}).get("quant_method")
-    what = f"weights, quantised by {method}," if method else "weights"
-    what = f"weights, shared by {parts} devices," if parts > 1 else what
-    kind = "AutoModelForImageTextToText" if spec.is_multimodal else "AutoModelForCausalLM"
+    what = f"weights, shared by {parts} devices," if parts > 1 else weights_text(spec)
     first = parts == 1 or os.environ["RANK"] == "0"  # the others load the same files
     with (
         read_target(spec.path, what),
@@ -299,17 +383,12 @@ def load_weights(spec: TransformersTarget, parts: int) -> Any:
     ):
         if (heads := getattr(spec.text_config, "num_key_value_heads", 0) or 0) % parts:
             raise ValueError(f"it has {heads} heads of keys, no multiple of {parts}")
-        model, report = getattr(modeling_auto, kind).from_pretrained(
-            spec.path, dtype=spec.dtype, output_loading_info=True,
-            distributed_config={"tp_size": parts} if parts > 1 else None, **spec.source,
-        )  # fmt: skip
+        shared = {"tp_size": parts} if parts > 1 else None
+        model, report = from_pretrained(spec, distributed_config=shared)
         split = [name for name, p in model.named_parameters() if hasattr(p, "placements")]
         if parts > 1 and not any("layers." in name for name in split):
             raise ValueError(f"{type(model).__name__} has no tp_plan for its layers")
-        if missing := sorted(report["missing_keys"]):  # transformers makes random ones
-            raise ValueError(
-                f"they lack {', '.join(missing[:4])}, which config.json says are there"
-            )
+        require_all(report)
         quantised = getattr(model.config, "quantization_config", None)
         if quantised and not getattr(model, "hf_quantizer", None):
             raise ValueError("transformers knows no such quantisation")
@@ -566,7 +645,14 @@ class TransformersModel:
         spec, tokens_1T = self.spec, torch.arange(10, 42, device=self.device)[None]
         tokens_1T %= spec.vocab_size
         request = FeatureRequest((0,), True, str(self.dtype).removeprefix("torch."))
-        layer_THs, hidden_TH = (x[0] for x in self.run(request, input_ids=tokens_1T).values())
+        try:
+            layer_THs, hidden_TH = (x[0] for x in self.run(request, input_ids=tokens_1T).values())
+        except Exception as error:  # also one of memory, which the run explains
+            raise UsageError(
+                f"{type(self.model).__name__} of {spec.path!r} cannot read a prompt of "
+                f"{tokens_1T.shape[1]} tokens: {raised(error)}\n  its config.json, or transformers' code "
+                "for it, is at fault: correct it, or set target.path to another model"
+            ) from error
         if layer_THs.shape != hidden_TH.shape:
             raise UsageError(
                 f"a layer of {spec.path!r} gives states of shape {(*layer_THs.shape,)}, its norm of "
@@ -585,13 +671,18 @@ class TransformersModel:
                 f"  {type(self.model).__name__} computes its logits in a way that draftcore does not know:\n"
                 "  set target.path to another model"
             )
-        own_VH = self.model.get_input_embeddings().weight
+        own = self.model.get_input_embeddings()
+        own_VH = own.weight
         if hasattr(own_VH, "full_tensor"):  # each part of the model has some tokens'
             own_VH = own_VH.full_tensor()
-        if not torch.equal(own_VH, embedding_VH):
+        if torch.equal(own_VH, embedding_VH):
+            return
+        others = (own_VH != embedding_VH).any(-1).nonzero().flatten().tolist()
+        if others != [getattr(own, "padding_idx", None)]:  # which some make zeros: no text has it
             raise UsageError(
                 f"the embedding in the files of {spec.path!r} is not what {type(self.model).__name__} "
-                "computes with\n  save the model again with save_pretrained"
+                f"computes with: that of {len(others)} tokens, the first of them {others[0]}\n"
+                "  save the model again with save_pretrained, or set target.path to another model"
             )
 
 
@@ -604,14 +695,7 @@ class SharedModel:
     """
 
     def __init__(self, spec: TransformersTarget) -> None:
-        device = resolve_device(spec.device)
-        cuda, first = device.type == "cuda", device.index or 0
-        here = torch.cuda.device_count() - first if cuda else os.cpu_count() or 1
-        if spec.devices > here:
-            raise UsageError(
-                f"target.tensor_parallel is {spec.devices}, and from {device} on there are {here} "
-                f"{'devices' if cuda else 'cores'}\n  set target.tensor_parallel to {here} at most"
-            )
+        require_devices(resolve_device(spec.device), spec.devices, "target.tensor_parallel")
         self.spec, self.dtype = spec, spec.dtype
         self.device = torch.device("cpu")  # where it takes tokens
         self.parts = dict[int, ProcessPoolExecutor]()  # by process id

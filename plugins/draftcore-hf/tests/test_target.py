@@ -68,6 +68,12 @@ def opened(folder: Path) -> TransformersModel:
     return TransformersModel(TransformersTarget(str(folder), device="cpu"))
 
 
+def require_here(folder: Path, device: str = "cpu") -> None:
+    """Ask for all that is known of a target before it is loaded."""
+    target = TransformersTarget(str(folder), device=device)
+    target.require_layers(FeatureRequest((0,), True, "float32"), here=True)
+
+
 def say(file: Path, part: str | None = None, **values: object) -> None:
     """Change what a JSON file of a target says, in a part of it."""
     said = json.loads(file.read_text())
@@ -133,6 +139,7 @@ def test_an_embedding_that_the_model_does_not_compute_with_is_refused(tmp_path: 
     other = load_file(weights)["model.embed_tokens.weight"] + 1
     change(weights, **{"a.layers.6.embed_tokens.weight": other})
     opened(tmp_path).check()
+    opened(tiny_target(tmp_path / "youtu", "youtu")).check()  # it makes zeros of its padding
     change(weights, **{"a.embed_tokens.weight": other + 1})
     with pytest.raises(UsageError, match=r"the embedding in the files of .* Qwen3ForCausalLM"):
         opened(tmp_path).check()
@@ -140,7 +147,14 @@ def test_an_embedding_that_the_model_does_not_compute_with_is_refused(tmp_path: 
 
 @pytest.mark.parametrize(
     ("family", "scale", "cap"),
-    [("gemma2", 1, 3), ("granite", 0.25, None), ("cohere", 0.25, None), ("falcon_h1", 0.5, None)],
+    [
+        ("gemma2", 1, 3),
+        ("granite", 0.25, None),
+        ("cohere", 0.25, None),
+        ("falcon_h1", 0.5, None),
+        ("recurrent_gemma", 1, 30),
+        ("minicpm3", 16 / 3, None),
+    ],
 )
 def test_logits_are_scaled_and_capped_as_the_model_does(
     tmp_path: Path, family: str, scale: float, cap: float | None
@@ -158,7 +172,9 @@ def test_logits_are_scaled_and_capped_as_the_model_does(
     torch.testing.assert_close(given_BTV, own_BTV, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_with_a_bias_and_layers_of_several_streams_are_refused(tmp_path: Path) -> None:
+def test_a_head_with_a_bias_layers_of_several_streams_and_a_failing_model_are_refused(
+    tmp_path: Path,
+) -> None:
     """Algorithms are given the head's weight alone."""
     weights = tiny_target(tmp_path / "phi", "phi") / "model.safetensors"
     change(weights, **{"lm_head.bias": torch.linspace(-1, 1, 259)})
@@ -166,6 +182,8 @@ def test_a_head_with_a_bias_and_layers_of_several_streams_are_refused(tmp_path: 
         opened(weights.parent).check()
     with pytest.raises(UsageError, match=r"gives states of shape \(1, 32, 48\), its norm of"):
         opened(tiny_target(tmp_path / "gemma", "gemma3n_text")).check()
+    with pytest.raises(UsageError, match=r"xLSTMForCausalLM of .* of 32 tokens: ValueError"):
+        opened(tiny_target(tmp_path / "xlstm", "xlstm")).check()
 
 
 @pytest.mark.parametrize("method", ["modelopt", "fbgemm_fp8"])
@@ -173,8 +191,46 @@ def test_quantised_weights_that_cannot_be_read_are_refused(tmp_path: Path, metho
     """Of a method that it does not know it would take the integers for weights."""
     say(tiny_target(tmp_path) / "config.json", quantization_config={"quant_method": method})
     says = rf"quantised by {method}, cannot be read: .*\n.*\n  or inst"
-    with pytest.raises(UsageError, match=says):
-        opened(tmp_path)
+    for read in (require_here, opened):
+        with pytest.raises(UsageError, match=says):
+            read(tmp_path)
+
+
+UP = "model.layers.3.mlp.up_proj.weight"
+DAMAGED = {
+    "a file is lost": "of the 2 files that the index names, 1 are not there: b.safetensors",
+    "a file is cut": r"weights in b.safetensors cannot be read: .*\n.*has to be downloaded again",
+    "a file lacks one": f"weights in b.safetensors cannot be read: {UP} is not there",
+    "all lack one": f"they lack {UP}, which config.json says are there",
+    UP: rf"{UP} has the shape \(9, 48\), config.json says \(64, 48\)",
+    "lm_head.weight": r"lm_head.weight has the shape \(9, 48\), config.json says \(259, 48\)",
+}
+
+
+@pytest.mark.parametrize("way", DAMAGED)
+def test_weights_that_would_not_load_are_refused_by_what_their_files_say_of_them(
+    tmp_path: Path, way: str
+) -> None:
+    pytest.importorskip("accelerate")
+    file, last = tiny_target(tmp_path) / "model.safetensors", tmp_path / "b.safetensors"
+    tensors = load_file(file)
+    names = {name: f"{'ab'['layers' in name]}.safetensors" for name in tensors}
+    file.unlink()
+    tensors |= {way: torch.zeros(9, 48)} if way in tensors else {}
+    if "lack" in way:
+        del tensors[UP]
+    if way == "all lack one":
+        del names[UP]
+    for part in {*names.values()}:
+        held = {name: tensor for name, tensor in tensors.items() if names[name] == part}
+        save_file(held, tmp_path / part, {"format": "pt"})
+    Path(f"{file}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    if way == "a file is cut":
+        last.write_bytes(last.read_bytes()[:-9])
+    if way == "a file is lost":
+        last.unlink()
+    with pytest.raises(UsageError, match=DAMAGED[way]):
+        require_here(tmp_path)
 
 
 Pair = tuple[dict[str, Tensor], Tensor]  # what a file holds of a weight, and the weight itself
@@ -240,13 +296,18 @@ def test_a_tie_is_judged_in_a_wider_type_by_experts_too(tmp_path: Path) -> None:
     assert target.top2_gap(tokens) == pytest.approx(float(best - second), abs=1e-5)
 
 
-@pytest.mark.parametrize("config", [None, "{}"])
-def test_what_is_no_target_is_named(tmp_path: Path, config: str | None) -> None:
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [(None, "there is no such folder"), ("{}", ""), ('{"model_type": "bert"}', "it is an encoder")],
+)
+def test_what_is_no_target_is_named(tmp_path: Path, config: str | None, says: str) -> None:
     folder = tmp_path / "nowhere"
     if config is not None:
         folder.mkdir()
         (folder / "config.json").write_text(config)
-    with pytest.raises(UsageError, match=r"no target model at '.*nowhere': .*\n  set target.path"):
+    with pytest.raises(
+        UsageError, match=rf"no target model at '.*nowhere': .*{says}.*\n  set target.path"
+    ):
         TransformersTarget(str(folder))
 
 
@@ -276,7 +337,7 @@ def test_an_absent_device_is_refused(target_folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     with pytest.raises(UsageError, match="sees 0 CUDA devices"):
-        _ = TransformersTarget(str(target_folder), device="cuda").load_model()
+        require_here(target_folder, "cuda")
 
 
 def fingerprint(folder: Path) -> str:

@@ -127,9 +127,12 @@ def _hopper(query_BAQD: Tensor, bias_B1QT: Tensor | None) -> bool:
     return _half(query_BAQD, bias_B1QT) and query_BAQD.is_cuda and suits and _has_hopper()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_hopper() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
+
+
+# As torch.compiler.assume_constant_result does, which imports torch's compiler for it: seconds.
+_has_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _half(query_BAQD: Tensor, bias_B1QT: Tensor | None) -> bool:

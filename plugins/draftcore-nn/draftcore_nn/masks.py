@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from draftcore.contracts.algorithm import OnDevice
+
+if TYPE_CHECKING:  # it brings torch's compiler, which takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
 TILE = 128
 LISTS = [
@@ -91,18 +93,24 @@ class Tiles(OnDevice):
     @classmethod
     def of(cls, rule: Rule, shape: tuple[int, int, int], device: torch.device | str) -> Tiles:
         """Find a rule's tiles, where its tensors lie; `shape` is [B, Q, T]."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
         batch, queries, keys = shape
         found = create_block_mask(rule, batch, None, queries, keys, device, BLOCK_SIZE=TILE)
         return cls(_lists(found))
 
     def mask(self, rule: Rule, shape: tuple[int, int]) -> BlockMask:
         """Return them with what is seen within a tile, for FlexAttention; `shape` is [Q, T]."""
+        from torch.nn.attention.flex_attention import BlockMask
+
         form: dict[str, Any] = {"seq_lengths": shape, **self.lists}
         return BlockMask(BLOCK_SIZE=(TILE, TILE), mask_mod=rule, **form)
 
 
 def listed(partly_BIJ: Tensor, whole_BIJ: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
     """List the tiles in which something is seen, and those in which all is; `shape` is [Q, T]."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     partly, whole = (
         # Their number, and their indices first in a list of all.
         (seen.sum(-1)[:, None].int(), (~seen).int().argsort(stable=True)[:, None].int())

@@ -186,7 +186,7 @@ def shape_of_target(target: TargetSpec, options: DecoderOptions) -> dict[str, An
         "num_key_value_heads": options.num_key_value_heads or groups,
         "head_dim": width,
         "vocab_size": target.vocab_size,
-        "rms_norm_eps": float(getattr(text, "rms_norm_eps", 1e-6)),
+        "rms_norm_eps": float(getattr(text, "rms_norm_eps", None) or 1e-6),
         "max_position_embeddings": size("max_position_embeddings"),
         "rope": {"rope_type": "default", "rope_theta": theta} if theta else rope_of(text),
     }

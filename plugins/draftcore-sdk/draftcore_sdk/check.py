@@ -57,10 +57,11 @@ AROUND: Mapping[str, tuple[Kind, str]] = {
     "batches": ("batches", "queue"), "evaluation": ("evaluation", "decoding"),
     "capture": ("capture", "hf"), "feature_store": ("store", "file"),
     "channel": ("channel", "tcp"), "launcher": ("launcher", "local"),
-    "source": ("source", "jsonl"), "image_processor": ("images", "processor"),
+    "source": ("source", "files"), "image_processor": ("images", "processor"),
     "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
 }  # fmt: skip
+UNASKED = "verb", "observer", "memory"  # offers of ours, or of the suites `plugin` and `observer`
 UNTRIED = {"disagg_row", "build_disagg_draft_input", "read_export"}  # around an algorithm's
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}
@@ -143,7 +144,7 @@ def options_by_offer(plugin: Plugin, overrides: Sequence[str]) -> dict[Offer, di
     """Give each option to the offers that have it, validated as a run does."""
     data: dict[str, Any] = {}
     apply_overrides(data, overrides)
-    known = {offer: _option_names(offer) for offer in plugin.offers if offer.kind != "verb"}
+    known = {offer: _option_names(offer) for offer in plugin.offers if offer.kind not in UNASKED}
     names = sorted({name for names in known.values() for name in names})
     for key in data:
         if key not in names:

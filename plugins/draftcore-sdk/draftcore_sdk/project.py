@@ -37,7 +37,7 @@ class Project:
             "algorithm": {"name": bench.offer.name, "options": dict(bench.data)},
             "store": store,
             "plugins": list(bench.extras),
-            "train": {"batch": 2, "lr": RATE, "log_every": 1, "device": "cpu"},
+            "train": {"batch": 2, "lr": RATE, "log_every": 1, "eval_every": 0, "device": "cpu"},
             "eval": {"max_new_tokens": 8, "batch": 2},
         }
         self.yaml.write_text(yaml.safe_dump(config))

@@ -155,11 +155,11 @@ def test_the_report_as_data_and_with_tracebacks(loose: Loose) -> None:
 
 def test_there_is_a_suite_for_every_kind() -> None:
     load_plugins().bring()
-    kinds = {*NEEDED} - {"ranks", "verb"}  # ours are the only ranks; `plugin` tries verbs
+    kinds = {*NEEDED} - {"ranks", *check.UNASKED}  # ours are the only ranks
     assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *kinds}
     assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == kinds
     known = check.WRAPPED | check.OBSERVED | check.UNTRIED | check.AROUND.keys()
-    assert known == {*hooks()} - {"describe", "commands", "ranks", "launch"}
+    assert known == {*hooks()} - {"describe", "commands", "ranks", "launch", "step_memory"}
 
 
 def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:

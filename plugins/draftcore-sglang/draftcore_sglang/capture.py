@@ -9,7 +9,6 @@ Shape letters: T tokens of a prompt, H width.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.tensors import resolve_device
+from draftcore.tensors import require_devices, resolve_device
 from draftcore_sglang import selftest
 from draftcore_sglang.engine import open_engine
 from draftcore_sglang.internals import MAX_PROMPTS, SIGNATURES, Settings, require_arguments
@@ -130,13 +129,7 @@ class SglangCapture:
 def settings_of(target: TargetSpec, options: SglangOptions) -> Settings:
     """Return what sglang runs this target with. Raises UsageError for more devices than there are."""
     device = resolve_device(target.device)
-    cuda, first = device.type == "cuda", device.index or 0
-    here = torch.cuda.device_count() - first if cuda else os.cpu_count() or 1
-    if options.tp > here:
-        raise UsageError(
-            f"capture.options.tp is {options.tp}, and from {device} on there are {here} "
-            f"{'devices' if cuda else 'cores'}\n  set capture.options.tp to {here} at most"
-        )
+    require_devices(device, options.tp, "capture.options.tp")
     positions = getattr(target.text_config, "max_position_embeddings", None)
     return Settings(
         path=target.path, revision=target.revision,

@@ -39,7 +39,7 @@ def require_features(
 def write_run(folder: Path, target: Path, **changes: Any) -> Path:
     """Write the YAML of a run; `changes` are to its keys, those of `train` beside the ones here."""
     folder.mkdir()
-    train = {"batch": BATCH, "epochs": EPOCHS, "lr": 0.003, "log_every": 1, "device": "cpu"}
+    train = {"batch": BATCH, "epochs": EPOCHS, "lr": 0.003, "log_every": 1, "eval_every": 0}
     config = {
         "run": str(folder / "run"),
         "target": {"path": str(target), "dtype": "float32", "device": "cpu"},
@@ -50,7 +50,7 @@ def write_run(folder: Path, target: Path, **changes: Any) -> Path:
         "algorithm": {"name": "eagle3", "options": {"layers": [0, 1, 2], "ttt_length": 2}},
         "eval": {"max_new_tokens": 8},
         **changes,
-        "train": {**train, **changes.get("train", {})},
+        "train": {**train, "device": "cpu", **changes.get("train", {})},
     }
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(config))

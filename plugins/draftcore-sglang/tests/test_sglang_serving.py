@@ -18,7 +18,7 @@ from sglang_on_cpu import flags
 
 pytest.importorskip("sglang")
 
-from draftcore_eval.verb import evaluate
+from draftcore_eval.api import evaluate
 from draftcore_sdk.serving import Serving
 from draftcore_sglang.ranks import free_port
 
@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "target": {"path": str(QUICKSTART / "target"), "dtype": "bfloat16"},
         "data": {**data, "max_length": 512, "limit": 2000},
         "drafts": {n: {"algorithm": {"name": n, "options": o}} for n, o in DRAFTS.items()},
-        "train": {"max_steps": 200, "epochs": 4, "batch": 32, "lr": 2e-3, "precision": "bf16"},
+        "train": {"max_steps": 200, "epochs": 4, "batch": 32, "lr": 2e-3, "eval_every": 0},
         "eval": {"batch": 50, "prompts": PROMPTS, "max_new_tokens": NEW_TOKENS},
     }
     file = folder / "run.yaml"

@@ -6,33 +6,41 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from draftcore import RunConfig, bind, load_config
+from draftcore import RunConfig, load_config
 from draftcore.errors import UsageError
-from draftcore.options import apply_overrides, imported, read_yaml
+from draftcore.options import Config, apply_overrides, imported, read_yaml, validate
 
 # The sections that belong to the plugin they select, with its kind.
 SECTIONS = {"target": "target", "data": "samples", "eval": "evaluation"}
 MOST = 1e6  # bounds beyond it only keep numbers within what a computer holds
-Row = tuple[str, Any, str]  # a dotted key, its value, where it was set
 
 
-def resolved(config: Path, overrides: Sequence[str], registry: Any) -> list[Row]:
-    """Return every key of a run with its value, plugins' options too, and who set it.
+class Setting(NamedTuple):
+    """A dotted key of a run, its value, and who set it: the command line, the file, or the default."""
 
-    That is the command line, the file, or the default. Raises UsageError as `load_config` and the
-    plugins do.
+    key: str
+    value: Any
+    origin: str
+
+
+def resolved(config: Config, overrides: Sequence[str], registry: Any) -> list[Setting]:
+    """Return every key of a run, plugins' options too.
+
+    Raises UsageError as `load_config` and the plugins' options do. What runs the plugins is not imported.
     """
     settings, file, commanded = load_config(config, overrides), read_yaml(config), dict[str, Any]()
     apply_overrides(commanded, overrides)
     data = settings.model_dump(mode="json")
 
     def options_of(kind: str, choice: Any) -> dict[str, Any]:
-        given = registry, kind, choice.name, choice.options, settings.plugins, choice.plugin
-        options = bind(*given).options
+        owner = registry.find(kind, choice.name, choice.plugin)
+        where = f"options of the {kind} {choice.name!r}, plugin {owner}"
+        options = validate(owner.offer(kind, choice.name).options, choice.options, where)
         return options.model_dump(mode="json") if options else {}
+
+    registry.extras(settings.plugins)
 
     for name, kind in SECTIONS.items():
         data[name] |= options_of(kind, getattr(settings, name))
@@ -49,14 +57,17 @@ def resolved(config: Path, overrides: Sequence[str], registry: Any) -> list[Row]
     for kind, choice, section in chosen:
         if choice is not None and section is not None:
             section["options"] = options_of(kind, choice)
-    who = {"command line": commanded, str(config): file}
+    given = "the configuration" if isinstance(config, Mapping) else str(config)
+    who = {"command line": commanded, given: file}
     return [
-        (".".join(path), value, next((one for one in who if _sets(who[one], path)), "default"))
+        Setting(
+            ".".join(path), value, next((one for one in who if _sets(who[one], path)), "default")
+        )
         for path, value in _leaves(data)
     ]
 
 
-def as_yaml(rows: Sequence[Row]) -> str:
+def as_yaml(rows: Sequence[Setting]) -> str:
     """Write resolved keys as the YAML of a run, who set each in a comment beside it."""
     lines, open_sections = list[tuple[str, str]](), list[str]()
     for key, value, origin in rows:

@@ -33,7 +33,7 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore_tools.reference import open_reference
-from draftcore_tools.verify import servers_of, verify_export
+from draftcore_tools.verify import Verdict, servers_of, verify_export
 
 FIRST = 64  # steps before the draft is decoded with; then twice as many each time
 ANSWER = 49  # tokens: three rounds of blocks of 16, and the first token
@@ -80,9 +80,17 @@ class Measurement:
         )
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a draft came to on one conversation: each look at it, and what servers would compute."""
+
+    measured: tuple[Measurement, ...]
+    verdicts: tuple[Verdict, ...]
+
+
 def overfit_and_verify(
-    settings: Any, registry: Any, row: int, limits: Limits, say: Callable[[str], None]
-) -> None:
+    settings: Any, registry: Any, row: int, limits: Limits, say: Callable[[str], object]
+) -> Learned:
     """Overfit one draft's configuration, and compare its export with what servers would compute.
 
     Raises DraftcoreError where it stops before every draft is accepted, naming the stage and the
@@ -90,21 +98,23 @@ def overfit_and_verify(
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        written = overfit(settings, registry, row, limits, Path(folder), say)
+        written, measured = overfit(settings, registry, row, limits, Path(folder), say)
+        verdicts = list[Verdict]()
         if written is None:
             say("the algorithm has no export layout: the checkpoint was decoded with")
         else:
-            verify_served(settings, registry, written, say)
+            verdicts = verify_served(settings, registry, written, say)
     say(f"every draft is accepted ({time.perf_counter() - began:.0f} s)")
+    return Learned(tuple(measured), tuple(verdicts))
 
 
 def overfit(
     settings: Any, registry: Any, row: int, limits: Limits, folder: Path,
-    say: Callable[[str], None],
-) -> Path | None:  # fmt: skip
+    say: Callable[[str], object],
+) -> tuple[Path | None, list[Measurement]]:  # fmt: skip
     """Train and decode, twice as many steps each time, until every draft is accepted.
 
-    Returns the export of that draft; None where the algorithm has no layout.
+    Returns the export of that draft, None where the algorithm has no layout, and what was measured.
     """
     quietly = {"registry": registry, "say": lambda line: None}
     with stage("rendering"):
@@ -135,7 +145,7 @@ def overfit(
             measured.append(Measurement(steps, last_loss(run.folder), *figures))
             say(str(measured[-1]))
             if measured[-1].perfect:
-                return written
+                return written, measured
             minutes = (time.perf_counter() - began) / 60
             if steps >= limits.steps or 2 * minutes > limits.minutes:
                 unexported, *_ = decode(draft, open_draft(draft, None, None)[0], one)
@@ -147,7 +157,7 @@ def prepare(settings: Any, registry: Any, row: int, lr: float | None, folder: Pa
     """Write the run on one conversation, all of it in a folder of its own."""
     given = settings.model_dump(mode="json")
     given |= {"run": str(folder / "run"), "store": f"file:{folder / 'features'}", "topology": {}}
-    tuning = {"batch": 1, "accumulate": 1, "schedule": "cosine", "eval_every": None}
+    tuning = {"batch": 1, "accumulate": 1, "schedule": "cosine", "eval_every": 0}
     given["train"] |= {**tuning, "keep_checkpoints": 1}
     (file := folder / "run.yaml").write_text(json.dumps(given))
     with open_run(file, (), registry) as run:
@@ -244,17 +254,22 @@ def diagnosis(measured: list[Measurement], trained: float, draft: OpenDraft) -> 
     )
 
 
-def verify_served(settings: Any, registry: Any, written: Path, say: Callable[[str], None]) -> None:
+def verify_served(
+    settings: Any, registry: Any, written: Path, say: Callable[[str], object]
+) -> list[Verdict]:
     """Verify the export for the servers that its algorithm knows, if any; raises DraftcoreError."""
+    verdicts = list[Verdict]()
     target = settings.target.options
     with open_reference(registry, written, None, target["path"], target["device"]) as reference:
         if not any(name.startswith("served:") for name in reference.run.algorithm.capabilities):
-            return
+            return verdicts
         for server in servers_of(reference, "all"):
             verdict = verify_export(reference, written, server)
             if verdict.divergence is not None:
                 raise DraftcoreError("stopped at: serving\n" + "\n".join(verdict.lines()))
             say("\n".join(verdict.lines()))
+            verdicts.append(verdict)
+    return verdicts
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,12 @@ import click
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 from draftcore.errors import ExitStatus, UsageError
+from draftcore_tools import api
 
 if TYPE_CHECKING:
-    from draftcore.contracts.run import OpenRun
+    from torch import Tensor
+
+    from draftcore.contracts.run import OpenDraft, OpenRun
     from draftcore_tools.one_row import OneRowOptions, OneRowRun
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -42,13 +44,8 @@ def verify(
     Both draft on the same prompts, in fp32. The first difference in captured layers, hidden states,
     log-probabilities or proposals is reported with its cause, and the exit status is 1.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from draftcore_tools.reference import open_reference
-    from draftcore_tools.verify import servers_of, verify_export
-
-    with open_reference(ctx.obj, export, run, target, device, prompts) as reference:
-        servers = servers_of(reference, server)
-        verdicts = [verify_export(reference, export, name) for name in servers]
+    asked: dict[str, Any] = {"server": server, "prompts": prompts, "run": run, "device": device}
+    verdicts = api.verify(export, target, **asked, registry=ctx.obj)
     for verdict in verdicts:
         for line in verdict.lines() if not as_json else ():
             click.echo(line)
@@ -67,34 +64,16 @@ def verify(
 @click.option("--steps", default=4096, show_default=True, help="Optimizer steps at most.")
 @click.option("--minutes", default=10.0, show_default=True, help="Time to train in, at most.")
 @click.option("--lr", type=float, help="Learning rate; 0.5 over the hidden size if not given.")
-@click.option("--draft", "label", help="One of the run's `drafts`; all if not given.")
+@click.option("--draft", help="One of the run's `drafts`; all if not given.")
 @click.pass_context
-def overfit(
-    ctx: click.Context, config: Path, overrides: tuple[str, ...], row: int, steps: int,
-    minutes: float, lr: float | None, label: str | None,
-) -> None:  # fmt: skip
+def overfit(ctx: click.Context, /, config: Path, overrides: tuple[str, ...], **limits: Any) -> None:
     """Teach one conversation until every draft is accepted.
 
     The conversation goes through capture, store, training, checkpoint, export and decoding in a
     temporary folder; what a server would compute is compared at the end. If acceptance stays behind,
     the stage and the usual causes are named, and the exit status is 1.
     """
-    from draftcore import open_run
-
-    rate = 0 < lr <= 100 if lr is not None else True
-    if not (rate and 0 <= row <= 10**9 and 0 < steps <= 10**9 and 0 < minutes <= 10**6):
-        raise UsageError(
-            f"--row {row}, --steps {steps}, --minutes {minutes}, --lr {lr}: one is out of its range\n"
-            "  rows count from 0; steps, minutes and lr are above 0, and lr at most 100"
-        )
-    with open_run(config, overrides, ctx.obj) as run:
-        drafts = [(draft.label, draft.config) for draft in run.chosen(label)]
-    from draftcore_tools.overfit import Limits, overfit_and_verify
-
-    for name, settings in drafts:
-        if name:
-            click.echo(f"{name}:")
-        overfit_and_verify(settings, ctx.obj, row, Limits(steps, minutes, lr), click.echo)
+    api.overfit(config, *overrides, **limits, registry=ctx.obj, say=click.echo)
 
 
 @click.command()
@@ -112,7 +91,7 @@ def config(
     """
     import json
 
-    from draftcore_tools.configuration import as_yaml, reference, resolved, schema_of_run
+    from draftcore_tools.configuration import as_yaml, reference, schema_of_run
 
     if keys:
         click.echo(reference(registry))
@@ -123,12 +102,75 @@ def config(
             "no CONFIG was given\n  name a run's YAML file, or ask for --keys or --schema"
         )
     else:
-        click.echo(as_yaml(resolved(config, overrides, registry)))
+        click.echo(as_yaml(api.config(config, *overrides, registry=registry)))
+
+
+@click.command()
+@click.argument("config", metavar="CONFIG|MODEL")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--device", help="A device as h100, of a table; the run's is measured if not given.")
+@click.option("--rows", type=click.IntRange(1), help="Render these first rows, and infer the rest.")
+@click.option("--gpu", help="For MODEL: the memory of a GPU.  [default: 80GB]")
+@click.option("--gpus", type=click.IntRange(1, 64), help="For MODEL: how many.  [default: 1]")
+@click.option("--disk", help="For MODEL: what may be kept there; nothing if not given.")
+@click.option("--data", help="For MODEL: conversations; some are assumed if not given.")
+@click.option("--eval", "held_out", help="For MODEL: held-out conversations.")
+@click.option("--out", type=click.Path(path_type=Path), help="For MODEL.  [default: run.yaml]")
+@click.option("--force", is_flag=True, help="Replace the file that lies there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.pass_obj
+def plan(
+    registry: Any, config: str, overrides: tuple[str, ...], device: str | None, rows: int | None,
+    out: Path | None, force: bool, as_json: bool, **for_model: Any,
+) -> None:  # fmt: skip
+    """Say what a run takes, before it starts: disk, memory, hours.
+
+    No weights are read. Rows are rendered, as `train` then finds them, but for --rows: those are
+    rendered aside. Where the device's memory does not suffice, it says what to lower.
+
+    For a MODEL, which is a folder, a Hugging Face id or the name of a known target, a CONFIG is written
+    first, whose settings fit, each with its reason.
+    """
+    import json
+    import tempfile
+
+    from draftcore import open_run
+    from draftcore_tools.plan import plan_run
+
+    planned: Any
+    if config.endswith((".yaml", ".yml")) or Path(config).is_file():
+        if asked := [
+            name for name, value in {**for_model, "out": out}.items() if value is not None
+        ]:
+            raise UsageError(
+                f"{', '.join(asked)} choose settings of a new run, and {config} has its own\n"
+                "  leave them out, or name a model in its place"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            aside = (f"run={folder}/run",) if rows else ()
+            with open_run(Path(config), (*overrides, *aside), registry) as run:
+                planned = plan_run(run, device=device, rows=rows or 0)
+    else:
+        if (file := out or Path("run.yaml")).exists() and not force:
+            raise UsageError(
+                f"{file} is there\n  write another, --out FILE, or replace it: --force"
+            )
+        from draftcore.files import write_atomic
+        from draftcore_tools.suggest import suggest
+
+        planned = suggest(config, overrides, registry, device=device or "h100", **for_model)
+        write_atomic(file, planned.text())
+        click.echo(f"wrote {file}", err=as_json)
+    if as_json:
+        click.echo(json.dumps(planned.to_json(), indent=1))
+    for name, value in () if as_json else planned.lines():
+        click.echo(f"{name:24}  {value}")
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    return [Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")]
+    one_row = Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")
+    return [one_row, Offer("memory", "fake-tensors")]
 
 
 @hookimpl
@@ -139,5 +181,12 @@ def samples(name: str, run: OpenRun, options: OneRowOptions) -> OneRowRun:
 
 
 @hookimpl
+def step_memory(draft: OpenDraft, masks: Sequence[Tensor]) -> Sequence[int]:
+    from draftcore_tools import memory
+
+    return memory.step_memory(draft, masks)
+
+
+@hookimpl
 def commands() -> Sequence[click.Command]:
-    return [verify, overfit, config]
+    return [verify, overfit, config, plan]

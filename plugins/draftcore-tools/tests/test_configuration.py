@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def test_what_is_printed_is_the_same_run_with_who_set_each_key(run: Path, cli: A
     assert origins["lr: 0.0003"] == origins["batch: 4"] == "command line"
     assert origins["epochs: 2"] == origins["ttt_length: 3"] == str(run)
     assert origins["num_drafts: 7"] == origins["seed: 0"] == "default"
+
+
+def test_a_program_gets_records_and_neither_torch_nor_transformers_is_imported(run: Path) -> None:
+    code = (
+        "import sys; from draftcore_tools.api import config; from draftcore.options import read_yaml;"
+        "told = {s.key: (s.value, s.origin) for s in config(read_yaml(sys.argv[1]), 'train.lr=1')};"
+        "assert told['train.lr'] == (1, 'command line'), told;"
+        "assert told['train.epochs'] == (2, 'the configuration'), told;"
+        "assert not {'torch', 'transformers', 'numpy'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True)
 
 
 def test_a_section_has_the_keys_of_the_plugin_that_it_selects(run: Path, cli: Any) -> None:

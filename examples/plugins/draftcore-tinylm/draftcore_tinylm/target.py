@@ -81,7 +81,7 @@ class TinyTarget:
     def weight_bytes(self) -> int:
         return (self.folder / WEIGHTS).stat().st_size
 
-    def require_layers(self, request: FeatureRequest) -> None:
+    def require_layers(self, request: FeatureRequest, here: bool = False) -> None:
         if beyond := [layer for layer in request.layers if not 0 <= layer < self.num_layers]:
             raise UsageError(
                 f"target {self.path!r} has layers 0..{self.num_layers - 1}, and {beyond} were asked for\n"

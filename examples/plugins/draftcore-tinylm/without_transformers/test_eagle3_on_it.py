@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from draftcore_eval.verb import evaluate
+from draftcore_eval.api import evaluate
 from draftcore_tinylm.make import make
 from safetensors.torch import load_file
 

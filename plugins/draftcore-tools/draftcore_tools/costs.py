@@ -1,0 +1,180 @@
+"""What devices can do, and what a target and a draft's step ask of them.
+
+A draft's step is measured by `step_memory`, with tensors that hold nothing, and its operations
+with it. A target's figures follow from the sizes of its weights, which are not read.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftcore_nn.target import EXPERTS, active_width, largest
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from draftcore.contracts.run import OpenDraft
+from draftcore.contracts.target import TargetSpec
+from draftcore.errors import UsageError, nearest
+from draftcore_tools.memory import step_memory
+
+REACHED = 0.77  # of the published operations, by large products (docs/performance.md)
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+STATES = 10  # of the width of a token that exist at once in a layer of the target, beside its MLP
+
+
+@dataclass(frozen=True)
+class Device:
+    """Bytes it has, and per second: operations in bf16 and fp32, and bytes that it reads."""
+
+    name: str
+    memory: int
+    bf16: float
+    fp32: float
+    bandwidth: float
+
+    def rate(self, precision: object) -> float:
+        """Return the operations a second of large products in a precision, or a dtype."""
+        return self.fp32 if "32" in str(precision) else self.bf16
+
+
+# GiB that torch sees, TFLOP/s of dense products in bf16 and in fp32, and GB/s, as published.
+PUBLISHED = {
+    "a10g": (22, 70, 31, 600),
+    "a100": (79, 312, 19.5, 2039),
+    "a100-40gb": (39, 312, 19.5, 1555),
+    "b200": (178, 2250, 75, 8000),
+    "h100": (79, 989, 67, 3350),
+    "h200": (139, 989, 67, 4800),
+    "l4": (22, 121, 30, 300),
+    "l40s": (44, 362, 92, 864),
+    "rtx3090": (23, 71, 36, 936),
+    "rtx4090": (23, 165, 83, 1008),
+    "rtx5090": (31, 210, 105, 1792),
+}
+
+
+def device_named(name: str) -> Device:
+    """Return a device of the table. Raises UsageError for another."""
+    if (key := name.lower()) not in PUBLISHED:
+        raise UsageError(
+            f"the device {name!r} is not in the table{nearest(key, PUBLISHED)}\n"
+            f"  known are {', '.join(PUBLISHED)}; without --device the run's own is measured"
+        )
+    gib, bf16, fp32, bandwidth = PUBLISHED[key]
+    tera, giga = 1e12 * REACHED, 1e9 * REACHED
+    return Device(key, gib << 30, tera * bf16, tera * fp32, giga * bandwidth)
+
+
+def device_here(device: torch.device) -> Device:
+    """Measure a device of this machine, in about a second."""
+    cuda = device.type == "cuda"
+
+    def seconds(work: Any, times: int) -> float:
+        work()
+        if cuda:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        if cuda:
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / times
+
+    def rate(dtype: torch.dtype) -> float:
+        size = 8192 if cuda else 512
+        x = torch.ones(size, size, dtype=dtype, device=device)
+        return 2 * size**3 / seconds(lambda: x @ x, 5)
+
+    x = torch.ones(1 << (28 if cuda else 24), dtype=torch.bfloat16, device=device)
+    bandwidth = 2 * x.nbytes / seconds(x.clone, 5)
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else 0
+    return Device(str(device), memory, rate(torch.bfloat16), rate(torch.float32), bandwidth)
+
+
+@dataclass(frozen=True)
+class TargetCost:
+    """Bytes of a target's weights; of a token in capture the operations and the bytes at once."""
+
+    weights: int
+    operations: float
+    activations: int
+
+
+def target_cost(target: TargetSpec, width: int, length: float) -> TargetCost | None:
+    """Count a target's weights without reading them, for rows of this length.
+
+    None of one whose sizes transformers does not know.
+    """
+    from transformers.models.auto import modeling_auto
+
+    kind = "AutoModelForImageTextToText" if target.is_multimodal else "AutoModelForCausalLM"
+    text, dense, experts, ends = target.text_config, 0, 0, 0
+    with suppress(Exception):
+        with torch.device("meta"):
+            model: Any = getattr(modeling_auto, kind).from_config(target.config)
+        for name, weight in model.named_parameters():
+            if weight.shape == (target.vocab_size, width):
+                ends += weight.numel()
+            elif ".experts." in name:
+                experts += weight.numel()
+            else:
+                dense += weight.numel()
+        weights = (dense + experts + ends) * target.dtype.itemsize
+        if any(Path(target.path).glob("*.safetensors")):  # quantised ones are smaller
+            weights = target.weight_bytes()
+        share = largest(text, *EXPERTS) / max(1, largest(text, *EXPERT_COUNTS))
+        attention = 2 * target.num_layers * length * (largest(text, "num_attention_heads") or 1)
+        attention *= largest(text, "head_dim") or width / max(
+            1, largest(text, "num_attention_heads")
+        )
+        activations = (STATES * width + 3 * active_width(text)) * target.dtype.itemsize
+        return TargetCost(weights, 2 * (dense + share * experts) + attention, activations)
+    return None
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Bytes that a draft holds, and a step beside them for all rows and for one; operations a token."""
+
+    held: int
+    rows: int
+    one: int
+    operations: float
+
+
+def step_cost(draft: OpenDraft, masks: Sequence[Tensor], share: float) -> StepCost | None:
+    """Return what a step on rows of these loss masks takes, or a share where it is compiled.
+
+    None where the algorithm reads what features hold.
+    """
+    with suppress(Exception):
+        with FlopCounterMode(display=False) as counter:
+            held, peak = step_memory(draft, list(masks))
+        one = step_memory(draft, list(masks[-1:]))[1] if len(masks) > 1 else peak
+        operations = counter.get_total_flops() / (len(masks) * max(map(len, masks)))
+        return StepCost(held, int(share * (peak - held)), int(share * (one - held)), operations)
+    return None
+
+
+def with_train(draft: OpenDraft, **settings: Any) -> OpenDraft:
+    """Return a draft with other settings of `train`."""
+    changed, config = copy.copy(draft), draft.config
+    train = config.train.model_copy(update=settings)
+    changed.config = config.model_copy(update={"train": train})
+    return changed
+
+
+def with_option(draft: OpenDraft, option: str, value: Any) -> OpenDraft:
+    """Return a draft whose algorithm has another option."""
+    changed, choice = copy.copy(draft), draft.config.algorithm
+    options = {**choice.options, option: value}
+    changed.algorithm = draft.run.bind("algorithm", choice.name, options, choice.plugin)
+    changed.options = changed.algorithm.options
+    return changed
