@@ -92,5 +92,5 @@ def step_memory(draft: OpenDraft, masks: Sequence[Tensor]) -> tuple[int, int]:
             with torch.autocast("cpu", torch.bfloat16, train.precision != "fp32"):
                 terms = hook.forward_loss(**step, **asked).terms
             for term, (numerator, *_) in enumerate(terms, 1):
-                numerator.backward(retain_graph=term < len(terms))  # type: ignore[no-untyped-call]
+                numerator.backward(retain_graph=term < len(terms))
     return held + state, storages.peak + state

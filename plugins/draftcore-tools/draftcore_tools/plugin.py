@@ -120,7 +120,7 @@ def config(
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 @click.pass_obj
 def plan(
-    registry: Any, config: str, overrides: tuple[str, ...], device: str | None, rows: int | None,
+    registry: Any, /, config: str, overrides: tuple[str, ...], device: str | None, rows: int | None,
     out: Path | None, force: bool, as_json: bool, **for_model: Any,
 ) -> None:  # fmt: skip
     """Say what a run takes, before it starts: disk, memory, hours.

@@ -20,7 +20,7 @@ from draftcore.contracts.run import OpenRun
 from draftcore.errors import UsageError
 from draftcore.options import apply_overrides, validate_as
 from draftcore.uris import format_size, parse_size
-from draftcore_tools.configuration import as_yaml
+from draftcore_tools.configuration import Setting, as_yaml
 from draftcore_tools.plan import RunPlan, plan_run, read_rows
 from draftcore_tools.recipes import CHARACTERS, Recipe, config_and_tokenizer, recipe_of
 
@@ -62,7 +62,7 @@ class Suggestion:
             self.settings, key=lambda key: (sections.index(key.split(".")[0]), key.count("."))
         )
         head = [f"# {name}: {value}" for name, value in self.lines()]
-        rows = [(key, self.settings[key], self.reasons[key]) for key in keys]
+        rows = [Setting(key, self.settings[key], self.reasons[key]) for key in keys]
         return "\n".join([*head, as_yaml(rows), ""])
 
     def to_json(self) -> dict[str, Any]:
