@@ -17,49 +17,40 @@ Shape letters: B batch, T tokens, M kept blocks, S rows of a block, Q all rows o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from draftcore_nn import attention as fused
+from draftcore_nn import masks
 from draftcore_nn.layers import full_precision
+from draftcore_nn.masks import TILE
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from draftcore.contracts.algorithm import OnDevice
 from draftcore_dflash.blocks import Blocks
 
 if TYPE_CHECKING:  # it brings torch's compiler, which takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
-TILE = 128
-LISTS = [
-    f"{kind}{side}_{what}"
-    for kind in ("", "full_")
-    for side in ("kv", "q")
-    for what in ("num_blocks", "indices")
-]
 KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Tiles(OnDevice):
-    """The tiles of scores in which blocks see something: `BlockMask`'s own lists, made on the CPU.
+class Tiles(masks.Tiles):
+    """The tiles of scores in which blocks see something, found from their anchors.
 
     Keys are the context's, then those of the blocks. `anchor_BN` has the anchors of all slots.
     """
 
     anchor_BN: Tensor
-    lists: Mapping[str, Tensor]
 
     @classmethod
-    def of(
+    def of_blocks(
         cls, blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None
     ) -> Tiles:
         """List the tiles of blocks on the CPU, for a context of `shape` [B, T]."""
-        from torch.nn.attention.flex_attention import BlockMask
 
         (batch, length), queries = shape, blocks.per_sample * block_size
         anchor_BN = torch.zeros(batch * blocks.per_sample, dtype=torch.long)
@@ -78,32 +69,14 @@ class Tiles(OnDevice):
         if window is not None:
             context_BIJ = context_BIJ & (key_J + TILE > first_BI1 + 1 - window)
             whole_BIJ = whole_BIJ & (key_J > last_BI1 + block_size - 1 - window)
-        partly, whole = (
-            # Their number, and their indices first in a list of all.
-            (seen.sum(-1)[:, None].int(), (~seen).int().argsort(stable=True)[:, None].int())
-            for seen in ((own_IJ | context_BIJ) & ~whole_BIJ, whole_BIJ)
-        )
-        lengths = (queries, length + queries)
-        listed = BlockMask.from_kv_blocks(*partly, *whole, TILE, seq_lengths=lengths)
-        return cls(anchor_BN, {name: getattr(listed, name) for name in LISTS})
+        partly_BIJ = (own_IJ | context_BIJ) & ~whole_BIJ
+        return cls(masks.listed(partly_BIJ, whole_BIJ, (queries, length + queries)), anchor_BN)
 
-    def mask(self, length: int, block_size: int, window: int | None, causal: bool) -> BlockMask:
+    def of_rows(self, length: int, block_size: int, window: int | None, causal: bool) -> BlockMask:
         """Return them with what is seen within a tile, for FlexAttention."""
-        from torch.nn.attention.flex_attention import BlockMask
-
-        def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            anchor, own = self.anchor_BN[b, query // block_size], key - length
-            context = key < anchor
-            block = own // block_size == query // block_size
-            if window is not None:
-                context = context & (key > anchor + query % block_size - window)
-            if causal:
-                block = block & (own <= query)
-            return torch.where(key < length, context, block)
-
         queries = self.anchor_BN.shape[1] * block_size
-        form: dict[str, Any] = {"seq_lengths": (queries, length + queries), **self.lists}
-        return BlockMask(BLOCK_SIZE=(TILE, TILE), mask_mod=sees, **form)
+        rule = masks.blocks(self.anchor_BN, block_size, length, window=window, causal=causal)
+        return self.mask(rule, (queries, length + queries))
 
 
 @dataclass(frozen=True)
@@ -124,35 +97,23 @@ class AttentionMask:
         `tiles` are for a compiled draft on CUDA; elsewhere FlexAttention would make all scores.
         """
         if tiles is not None and torch.compiler.is_compiling():
-            return cls(tiles.mask(shape[1], block_size, window, causal), blocks, causal)
+            return cls(tiles.of_rows(shape[1], block_size, window, causal), blocks, causal)
         return cls(_bias(blocks, shape, block_size, window, dtype), blocks, causal)
 
 
 def _bias(
     blocks: Blocks, shape: tuple[int, int], block_size: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return what is added to context scores, [B, 1, Q, T].
-
-    What is hidden gets a large negative score, not an infinite one: a row without any context
-    (anchor 0) then gets a weight of exactly 0 for it in the joint softmax.
-    """
+    """Return what is added to context scores, [B, 1, Q, T]; slots without a block see all."""
     batch, length = shape
     anchor, positions = blocks.anchor_M, blocks.positions(block_size)
     time_T = torch.arange(length, device=anchor.device)
     seen_MST = (time_T < anchor[:, None, None]).expand(-1, block_size, -1)
     if window is not None:
         seen_MST = seen_MST & (time_T > positions[..., None] - window)
-    rows = batch * blocks.per_sample
-    # CUDA's kernel wants rows of the bias to start at multiples of 16 elements.
-    padded = length + (-length % 16 if anchor.is_cuda else 0)
-    bias = torch.zeros(rows, block_size, padded, dtype=dtype, device=anchor.device)
-    bias[blocks.slot_M, :, :length] = lowest(dtype) * (~seen_MST).to(dtype)
-    return bias.view(batch, 1, -1, bias.shape[-1])[..., :length]
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """Return a score below any other, with room to be scaled and added to."""
-    return torch.finfo(dtype).min / 4
+    seen_RST = seen_MST.new_ones(batch * blocks.per_sample, block_size, length)
+    seen_RST = seen_RST.index_copy(0, blocks.slot_M, seen_MST)
+    return masks.bias(seen_RST.view(batch, 1, -1, length), dtype)
 
 
 def attend(query_MSAD: Tensor, own: KeysValues, context: KeysValues, mask: AttentionMask) -> Tensor:

@@ -10,11 +10,10 @@ Shape letters: B batch, T tokens, N anchors per sample, M kept blocks, S rows of
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
-from draftcore_nn.batches import host_mask
+from draftcore_nn.batches import generator_of, host_mask
 from draftcore_nn.losses import padded
 from torch import Tensor
 from torch.nn import functional
@@ -118,18 +117,12 @@ def draw_blocks(batch: DraftBatch, num_anchors: int, seed: int) -> Blocks:
         for pair_T, sample in zip(pair_BT, batch.ids, strict=True)
     ]
     width = max(1, *map(len, rows))
-    anchors_BN = torch.zeros(len(rows), width, dtype=torch.long)
-    keep_BN = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, anchors in enumerate(rows):
-        anchors_BN[row, : len(anchors)] = anchors
-        keep_BN[row, : len(anchors)] = True
+    anchors_BN = torch.stack([functional.pad(row, (0, width - len(row))) for row in rows])
+    keep_BN = torch.stack([torch.arange(width) < len(row) for row in rows])
     return Blocks.of(anchors_BN, keep_BN)
 
 
 def draw_anchors(eligible: Tensor, num_anchors: int, seed: int, sample: SampleId) -> Tensor:
     """Choose ascending anchors among the eligible positions of one use of one sample."""
-    key = f"{seed}/{sample.feature_id}/{sample.epoch - 1}".encode()
-    digest = hashlib.blake2b(key, digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    order = torch.randperm(len(eligible), generator=generator)
+    order = torch.randperm(len(eligible), generator=generator_of(sample, seed))
     return eligible[order[:num_anchors].sort().values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Self
 
-from draftcore_nn.target import DecoderShape, capturable, shape_of_target
+from draftcore_nn.target import DecoderShape, capturable, mask_token, shape_of_target
 
 from draftcore.errors import UsageError
 
@@ -105,26 +105,3 @@ def captured_layers(
         step = (num_target_layers - 4) / (num_draft_layers - 1)
         default = tuple(round(1 + i * step) for i in range(num_draft_layers))
     return capturable(asked or default, num_target_layers, asked=asked is not None)
-
-
-def mask_token(target: TargetSpec, asked: int | None) -> int:
-    """Choose the token that stands for one to be drafted.
-
-    The one asked for; the tokenizer's mask token; a row of the embedding that no token uses; the
-    pad, end or unknown token. Of these the first whose embedding is not zero, as a padding row's
-    often is: rows of zeros have no queries, so the first layer could not tell positions apart.
-    Raises UsageError where there is none.
-    """
-    if asked is not None:
-        return asked
-    tokenizer, embedding_VH = target.load_tokenizer(), target.embedding()
-    used = set(tokenizer.get_vocab().values())
-    unused = (token for token in range(target.vocab_size) if token not in used)
-    special = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
-    for token in (tokenizer.mask_token_id, *unused, *special):
-        if token is not None and embedding_VH[token : token + 1].any():  # none past the last row
-            return int(token)
-    raise UsageError(
-        f"the tokenizer of {target.path!r} has no mask, unused, pad, end or unknown token whose "
-        "embedding is not zero\n  set mask_token_id to a token that texts do not contain"
-    )

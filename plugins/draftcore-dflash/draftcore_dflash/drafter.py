@@ -2,11 +2,9 @@
 
 The cache holds keys and values of the *context*, one slot per position and layer, made from the
 target's features as soon as a round is verified; the last known token is not in it, its block is.
-Slots at and after a row's anchor hold leftovers until they are written; a query sees slots before
-its anchor only, and each is written again before the anchor moves past it.
+Slots at and after a row's anchor hold leftovers, see `draftcore_nn.cache`.
 
-Shape letters: B batch, K drafts, S rows of a block, C cache slots, H hidden, A query heads, G
-key/value heads, D head width, V vocabulary, L layers, Z = C + S.
+Shape letters: B batch, K drafts, S rows of a block, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,23 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from draftcore_nn.decoding import at, choose, select_rows, write_slots
+from draftcore_nn.cache import CachedState, empty_slots
+from draftcore_nn.decoding import at, choose, select_rows
 from torch import Tensor
-from torch.nn import functional
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
-from draftcore_dflash.config import SLIDING
 from draftcore_dflash.model import Backbone
 
 
 @dataclass
-class DraftState:
-    """A batch being decoded: the cache, each row's last token and its position."""
+class DraftState(CachedState):
+    """A batch being decoded: the context's slots, each row's last token and its position."""
 
-    keys_BLGCD: Tensor
-    values_BLGCD: Tensor
     last_B: Tensor
     anchor_B: Tensor
 
@@ -56,22 +51,15 @@ class DFlashDrafter:
     def allocate(self, batch: int, max_len: int) -> DraftState:
         config, weight = self.draft.config, self.draft.fc.weight
         slots = max_len + self.num_drafts + 1
-        heads = (len(config.layer_types), config.num_key_value_heads)
-        cache = (batch, *heads, slots, config.head_dim)
         numbers = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return DraftState(
-            weight.new_zeros(cache), weight.new_zeros(cache), numbers, numbers.clone()
-        )
+        cache = empty_slots(config, len(config.layer_types), batch, slots, weight)
+        return DraftState(*cache, numbers, numbers.clone())
 
     @torch.inference_mode()
     def prefill(
-        self,
-        state: DraftState,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
+        self, state: DraftState, tokens_BT: Tensor, lengths_B: Tensor, features: Mapping[str, Tensor],
         next_B: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fill the cache from right-padded prompts; the next token is the first anchor."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self._extend(state, features, positions_T.expand_as(tokens_BT))
@@ -106,35 +94,22 @@ class DFlashDrafter:
         """Run every row's masked block over its context; returns normed states [B, S, H]."""
         draft, config = self.draft, self.draft.config
         hidden_BSH = draft.embed(draft.masked_block(state.last_B))
-        offsets_S = torch.arange(config.block_size, device=state.last_B.device)
-        angles = draft.rotary(state.anchor_B[:, None] + offsets_S)
-        seen = {kind: self._seen(state, kind) for kind in set(config.layer_types)}
-        for index, (layer, kind) in enumerate(draft.typed_layers()):
-            x_BSH, attn = layer.input_layernorm(hidden_BSH), layer.self_attn
-            own_key, own_value = attn.keys_values(x_BSH, angles)
-            attended_BASD = functional.scaled_dot_product_attention(
-                attn.queries(x_BSH, angles).transpose(1, 2),
-                torch.cat([state.keys_BLGCD[:, index], own_key.transpose(1, 2)], 2),
-                torch.cat([state.values_BLGCD[:, index], own_value.transpose(1, 2)], 2),
-                attn_mask=seen[kind],
-                enable_gqa=True,
+        offsets_S = torch.arange(config.block_size, device=state.anchor_B.device)
+        positions_BS = state.anchor_B[:, None] + offsets_S
+        rows = {
+            kind: state.rows(
+                draft.rotary, positions_BS, block=True, window=config.window(kind),
+                causal=config.causal(kind),
             )
-            hidden_BSH = layer.finish(hidden_BSH, attended_BASD.transpose(1, 2))
+            for kind in set(config.layer_types)
+        }  # fmt: skip
+        for index, (layer, kind) in enumerate(draft.typed_layers()):
+            x_BSH, angles = layer.input_layernorm(hidden_BSH), rows[kind].angles
+            own = layer.self_attn.keys_values(x_BSH, angles)
+            query_BSAD = layer.self_attn.queries(x_BSH, angles)
+            attended_BSAD = state.attend(index, query_BSAD, rows[kind], own)
+            hidden_BSH = layer.finish(hidden_BSH, attended_BSAD)
         return draft.norm(hidden_BSH)  # type: ignore[no-any-return]
-
-    def _seen(self, state: DraftState, kind: str) -> Tensor:
-        """Return which of the cache's slots and the block's rows a row sees, [B, 1, S, Z]."""
-        config, device = self.draft.config, state.anchor_B.device
-        size, slots = config.block_size, state.keys_BLGCD.shape[3]
-        offsets_S, slots_C = torch.arange(size, device=device), torch.arange(slots, device=device)
-        seen_BSC = (slots_C < state.anchor_B[:, None, None]).expand(-1, size, -1)
-        if kind == SLIDING and config.sliding_window is not None:
-            positions_BS1 = state.anchor_B[:, None, None] + offsets_S[:, None]
-            seen_BSC = seen_BSC & (slots_C > positions_BS1 - config.sliding_window)
-        own_SS = torch.ones(size, size, dtype=torch.bool, device=device)
-        if config.causal(kind):
-            own_SS = own_SS.tril()
-        return torch.cat([seen_BSC, own_SS.expand(len(seen_BSC), -1, -1)], 2)[:, None]
 
     def _extend(
         self, state: DraftState, features: Mapping[str, Tensor], positions_BT: Tensor
@@ -143,6 +118,5 @@ class DFlashDrafter:
         context_BTH = self.draft.context(features)
         angles = self.draft.rotary(positions_BT)
         for index, (layer, _) in enumerate(self.draft.typed_layers()):
-            key_BTGD, value_BTGD = layer.self_attn.keys_values(context_BTH, angles)
-            write_slots(state.keys_BLGCD[:, index], key_BTGD, positions_BT)
-            write_slots(state.values_BLGCD[:, index], value_BTGD, positions_BT)
+            key_values = layer.self_attn.keys_values(context_BTH, angles)
+            state.write(index, key_values, positions_BT)

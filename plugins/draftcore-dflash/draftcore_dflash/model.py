@@ -91,12 +91,9 @@ class Backbone(TargetVocabulary):
     """The block decoder, without a loss."""
 
     def __init__(
-        self,
-        config: DraftConfig,
-        options: BackboneOptions,
-        embedding_VH: Tensor,
+        self, config: DraftConfig, options: BackboneOptions, embedding_VH: Tensor,
         head_VH: Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(embedding_VH, head_VH)
         self.config, self.options = config, options
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -128,9 +125,9 @@ class Backbone(TargetVocabulary):
         """List, for each type of layer, what blocks on the CPU see; CUDA alone reads it."""
         config, (rows, length) = self.config, batch.token_ids_BT.shape
         return {
-            kind: Tiles.of(blocks, (rows, length), config.block_size, config.window(kind)).to(
-                batch.token_ids_BT.device
-            )
+            kind: Tiles.of_blocks(
+                blocks, (rows, length), config.block_size, config.window(kind)
+            ).to(batch.token_ids_BT.device)
             for kind in set(config.layer_types)
             if batch.token_ids_BT.is_cuda
         }

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftcore_nn import serving
-from draftcore_nn.target import shape_in_config, shape_of_config
+from draftcore_nn.target import mask_token, shape_in_config, shape_of_config
 
 from draftcore.errors import UsageError
-from draftcore_dflash.config import FULL, DraftConfig, captured_layers, mask_token
+from draftcore_dflash.config import FULL, DraftConfig, captured_layers
 from draftcore_dflash.model import Backbone
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.blocks import Blocks
-from draftcore_dflash.config import captured_layers, mask_token
+from draftcore_dflash.config import captured_layers
 from draftcore_dflash.options import DFlashOptions
 from draftcore_nn.served import Host, Round, UnservableError
+from draftcore_nn.target import mask_token
 from draftcore_sdk.algorithm_fixtures import NO_DATA, ExportSuite, MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.comparisons import require_trained_drafts

@@ -39,12 +39,9 @@ class DominoDraft(Backbone):
     options: DominoOptions
 
     def __init__(
-        self,
-        config: DominoConfig,
-        options: DominoOptions,
-        embedding_VH: Tensor,
+        self, config: DominoConfig, options: DominoOptions, embedding_VH: Tensor,
         head_VH: Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(config, options, embedding_VH, head_VH)
         width, states = config.hidden_size, config.gru_hidden_dim
         self.prefix_gru = nn.GRU(width, states, bias=False, batch_first=True)

@@ -2,6 +2,6 @@
 
 `plugin` says what is offered, `algorithm` answers the hooks, `options` what can be set, `config` the
 draft's shape, `model` the draft and its training-time test, `attention` the fused attention of that test,
-`loss` its rows, teacher and losses, `drafter` the cached decoder, `vocabulary` the draft vocabulary,
-`serving` the layout that sglang and vLLM read, `served` the same export as these servers compute it.
+`loss` its rows and losses, `drafter` the cached decoder, `serving` the layout that sglang and vLLM
+read, `served` the same export as these servers compute it.
 """

@@ -9,7 +9,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from draftcore_nn import batches
+from draftcore_nn import batches, vocabulary
 from draftcore_nn.served import ServedDraft
 from draftcore_nn.target import dtype_name
 from torch import Tensor
@@ -28,7 +28,7 @@ from draftcore.contracts.algorithm import (
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
 from draftcore.contracts.target import TargetModel, TargetSpec
-from draftcore_eagle3 import config, model, served, serving, vocabulary
+from draftcore_eagle3 import config, model, served, serving
 from draftcore_eagle3.drafter import Eagle3Drafter
 from draftcore_eagle3.options import Eagle3Options
 

@@ -4,11 +4,10 @@ Row t of a sequence is (features of token t, token t+1) and lives at position t,
 cache slot. A round extends the cache by the rows that the target verified (`pending`) and drafts
 from the last of them; draft rows write the slots after it, using the draft's own state for the
 features nobody has yet. Those slots, and those of pending rows past a row's count, hold leftovers
-until a later row overwrites them; a query sees slots up to its own position only, and each slot is
-written again before that position is reached.
+until a later row overwrites them, see `draftcore_nn.cache`.
 
-Shape letters: B batch, P pending rows (num_drafts + 1), K drafts, S cache slots, H hidden,
-A query heads, G key/value heads, D head width, U draft and V target vocabulary.
+Shape letters: B batch, P pending rows (num_drafts + 1), K drafts, H hidden, U draft and V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from draftcore_nn.decoding import Choice, at, chain, choose, select_rows, write_slots
+from draftcore_nn.cache import CachedState, empty_slots
+from draftcore_nn.decoding import Choice, at, chain, choose, select_rows
+from draftcore_nn.vocabulary import over_target
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,15 +28,13 @@ from draftcore_eagle3.model import Eagle3Draft
 
 
 @dataclass
-class DraftState:
+class DraftState(CachedState):
     """A batch being decoded.
 
-    keys_BGSD, values_BGSD: the cache. hidden_BPH, tokens_BP: pending rows, of which the first
-    counts_B are valid; row 0 is at position start_B.
+    hidden_BPH, tokens_BP: pending rows, of which the first counts_B are valid; row 0 is at position
+    start_B.
     """
 
-    keys_BGSD: Tensor
-    values_BGSD: Tensor
     hidden_BPH: Tensor
     tokens_BP: Tensor
     start_B: Tensor
@@ -53,11 +52,9 @@ class Eagle3Drafter:
     def allocate(self, batch: int, max_len: int) -> DraftState:
         config, weight = self.draft.config, self.draft.fc.weight
         rows, slots = self.num_drafts + 1, max_len + self.num_drafts + 1
-        cache = (batch, config.num_key_value_heads, slots, config.head_dim)
         numbers = torch.zeros(batch, rows, dtype=torch.long, device=weight.device)
         return DraftState(
-            keys_BGSD=weight.new_zeros(cache),
-            values_BGSD=weight.new_zeros(cache),
+            *empty_slots(config, 1, batch, slots, weight),
             hidden_BPH=weight.new_zeros(batch, rows, config.hidden_size),
             tokens_BP=numbers,
             start_B=numbers[:, 0].clone(),
@@ -66,13 +63,9 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def prefill(
-        self,
-        state: DraftState,
-        tokens_BT: Tensor,
-        lengths_B: Tensor,
-        features: Mapping[str, Tensor],
+        self, state: DraftState, tokens_BT: Tensor, lengths_B: Tensor, features: Mapping[str, Tensor],
         next_B: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fill the cache from right-padded prompts; the last row stays pending."""
         last_B = lengths_B - 1
         next_B1, last_B1 = next_B[:, None], last_B[:, None]
@@ -122,20 +115,11 @@ class Eagle3Drafter:
 
     def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""
-        layer, attention = self.draft.midlayer, self.draft.midlayer.self_attn
+        layer, rows = self.draft.midlayer, state.rows(self.draft.rotary, positions)
         qkv = layer.project(self.draft.embed(tokens), hidden)
-        query, key, value = attention.heads_of(qkv, *self.draft.rotary(positions))
-        write_slots(state.keys_BGSD, key, positions)
-        write_slots(state.values_BGSD, value, positions)
-        slots_S = torch.arange(state.keys_BGSD.shape[2], device=positions.device)
-        attended = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            state.keys_BGSD,
-            state.values_BGSD,
-            attn_mask=(slots_S <= positions[..., None])[:, None],
-            enable_gqa=True,
-        )
-        return layer.finish(hidden, attended.transpose(1, 2))
+        query, *key_value = layer.self_attn.heads_of(qkv, *rows.angles)
+        state.write(0, key_value, positions)
+        return layer.finish(hidden, state.attend(0, query, rows))
 
     def _choose(
         self, normed_BH: Tensor, temperature: float, generator: torch.Generator | None
@@ -145,7 +129,6 @@ class Eagle3Drafter:
         choice_B, probs_BU = choose(self.draft.lm_head(normed_BH), temperature, generator)
         if ids_U is None:
             return choice_B, probs_BU
-        if probs_BU is None:
-            return ids_U[choice_B], None
-        probs_BV = probs_BU.new_zeros(len(choice_B), self.draft.config.vocab_size)
-        return ids_U[choice_B], probs_BV.index_copy(1, ids_U, probs_BU)
+        if probs_BU is not None:
+            probs_BU = over_target(probs_BU, ids_U, self.draft.config.vocab_size)
+        return ids_U[choice_B], probs_BU

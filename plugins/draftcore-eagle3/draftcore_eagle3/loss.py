@@ -1,4 +1,4 @@
-"""The rows, the teacher and the loss of a step of the training-time test.
+"""The rows and the loss of a step of the training-time test.
 
 The test itself is `Eagle3Draft.forward`: K draft steps on every row at once, each fed by the one
 before.
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from draftcore_nn.layers import full_precision
-from draftcore_nn.losses import in_slices, padded
+from draftcore_nn.losses import Teacher, padded
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -71,62 +71,16 @@ class Rows(OnDevice):
         times = torch.arange(mask_BT.shape[1]).repeat(mask_BT.shape[0])
         return cls(active_N, supervised_M, real_M, slot_BT, times)
 
+    def taught(self, last_hidden_BTH: Tensor) -> Tensor:
+        """Return the target's last hidden states from which it says what supervised rows predict."""
+        hidden_NH = last_hidden_BTH.flatten(0, 1)
+        return hidden_NH.index_select(0, (self.supervised_M + 1).clamp_max(len(hidden_NH) - 1))
+
     def drafted(self, steps: int) -> tuple[Tensor, Tensor]:
         """Return for each step k and row u the active slot of row u-k, [K, M], and if there is one."""
         steps_K1 = torch.arange(steps, device=self.slot_BT.device)[:, None]
         there_KM = (self.time_BT[self.supervised_M] >= steps_K1) & self.real_M
         return self.slot_BT[(self.supervised_M - steps_K1).clamp_min(0)], there_KM
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The target's distribution at supervised rows: its logits of draft tokens, and their scale.
-
-    Their softmax is exp(logits - own_M), renormalised, or exp(logits - all_M), a share of the target's
-    whole vocabulary. label_M: the draft index of the target's most probable token, -1 if it has none.
-    """
-
-    logits_MU: Tensor
-    own_M: Tensor
-    all_M: Tensor
-    label_M: Tensor
-
-
-@torch.no_grad()
-def teach(
-    head_VH: Tensor, ids_U: Tensor | None, last_hidden_BTH: Tensor, rows: Rows,
-    scale: float = 1.0, softcap: float | None = None,
-) -> Teacher:  # fmt: skip
-    """Run the target's head at the supervised rows, a slice at a time.
-
-    `ids_U` are the target ids of the draft vocabulary; None for the full one. Rows that fill up know no
-    label, and so weigh nothing. `scale` and `softcap` are what the target does to its logits.
-    """
-    hidden_NH = last_hidden_BTH.flatten(0, 1)
-    next_M = (rows.supervised_M + 1).clamp_max(len(hidden_NH) - 1)
-    hidden_MH = hidden_NH.index_select(0, next_M).to(head_VH.dtype)
-    index_V = torch.arange(len(head_VH), device=head_VH.device)
-    if ids_U is not None:
-        index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
-    parts = []
-    with full_precision(head_VH.device):
-        for (hidden_mH,) in in_slices(len(head_VH), hidden_MH):
-            logits_mV = functional.linear(hidden_mH, head_VH)
-            best_m = logits_mV.max(-1).indices
-            if scale != 1 or softcap:
-                exact_mV = logits_mV.to(torch.promote_types(logits_mV.dtype, torch.float32)) * scale
-                exact_mV = softcap * torch.tanh(exact_mV / softcap) if softcap else exact_mV
-                logits_mV = exact_mV.to(logits_mV.dtype)
-            own_mU = logits_mV if ids_U is None else logits_mV.index_select(1, ids_U)
-            scales = [_logsumexp(own_mU), _logsumexp(logits_mV)]
-            parts.append((own_mU, *scales, index_V[best_m]))
-        logits_MU, own_M, all_M, label_M = (torch.cat(part) for part in zip(*parts, strict=True))
-        label_M = label_M.where(rows.real_M, -1)
-    return Teacher(logits_MU, own_M, all_M, label_M)
-
-
-def _logsumexp(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
 
 
 def distill(
@@ -139,7 +93,7 @@ def distill(
     reaches the hidden states and the head. Arithmetic is in fp32 (fp64 for an fp64 draft).
     """
     wanted = torch.is_grad_enabled() and (hidden_KMH.requires_grad or head_UH.requires_grad)
-    given = (teacher.logits_MU, teacher.own_M, teacher.all_M, weight_KM, num_rows)
+    given = (teacher.logits_RU, teacher.own_R, teacher.all_R, weight_KM, num_rows)
     return _Distill.apply(hidden_KMH, head_UH, *given, options, wanted)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -203,12 +157,9 @@ class _Distill(torch.autograd.Function):
 
 
 def _step_losses(
-    options: Eagle3Options,
-    cross_SM: Tensor,
-    overlap_SM: Tensor,
-    weight_SM: Tensor,
+    options: Eagle3Options, cross_SM: Tensor, overlap_SM: Tensor, weight_SM: Tensor,
     num_rows: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return each step's loss [S], and its slopes by the rows' cross entropy and overlap, [S, M]."""
     if options.loss == "kl":
         return (cross_SM * weight_SM).sum(-1), weight_SM, torch.zeros_like(weight_SM)

@@ -29,15 +29,16 @@ from draftcore_nn.layers import (
     init_linears,
     rotate,
 )
+from draftcore_nn.losses import teach
 from draftcore_nn.target import target_tensors
+from draftcore_nn.vocabulary import to_ids, to_offsets
 from torch import Tensor, nn
 from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
 from draftcore_eagle3.attention import attend
 from draftcore_eagle3.config import DraftConfig
-from draftcore_eagle3.loss import Rows, distill, teach
-from draftcore_eagle3.vocabulary import to_ids, to_offsets
+from draftcore_eagle3.loss import Rows, distill
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -103,14 +104,10 @@ class Eagle3Draft(TargetVocabulary):
     d2t: Tensor | None
 
     def __init__(
-        self,
-        config: DraftConfig,
-        options: Eagle3Options,
-        embedding_VH: Tensor,
-        head_VH: Tensor | None,
-        ids_U: Tensor | None,
+        self, config: DraftConfig, options: Eagle3Options, embedding_VH: Tensor,
+        head_VH: Tensor | None, ids_U: Tensor | None,
         target_logits: tuple[float, float | None] = (1.0, None),
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(embedding_VH, head_VH)
         self.config, self.options, self.target_logits = config, options, target_logits
         width, eps = config.hidden_size, config.rms_norm_eps
@@ -156,12 +153,13 @@ class Eagle3Draft(TargetVocabulary):
         supervised). Metrics: `accuracy_k`, `acceptance_rate_k`, `loss_k`.
         """
         options, steps = self.options, self.options.ttt_length
-        hidden_BTH = batch.features["last_hidden"]
-        teacher = teach(self.head, self.token_ids(), hidden_BTH, rows, *self.target_logits)
+        taught_MH = rows.taught(batch.features["last_hidden"])
+        teacher = teach(taught_MH, self.head, *self.target_logits, ids_U=self.token_ids())
+        label_M = teacher.label_R.where(rows.real_M, -1)
         slots_KM, there_KM = rows.drafted(steps)
         normed = [x.index_select(0, slots_KM[k]) for k, x in enumerate(self.unroll(batch, rows))]
         with full_precision(slots_KM.device):
-            known_M, exact = teacher.label_M >= 0, teacher.own_M.dtype
+            known_M, exact = label_M >= 0, teacher.own_R.dtype
             num_rows, weight_KM = batch.attention_mask_BT.sum().to(exact), there_KM & known_M
             total, loss_K, overlap_KM, best_KM = distill(
                 options, torch.stack(normed), self.lm_head.weight, teacher, weight_KM.to(exact),
@@ -171,7 +169,7 @@ class Eagle3Draft(TargetVocabulary):
             if options.loss != "kl":
                 denominator, denominator_K = known_M.any().to(exact), weight_KM.any(-1).to(exact)
             counts = {
-                "accuracy": ((best_KM == teacher.label_M) & there_KM, there_KM),
+                "accuracy": ((best_KM == label_M) & there_KM, there_KM),
                 "acceptance_rate": (overlap_KM * weight_KM, weight_KM),
             }
             sums = {n: [x.sum(-1).to(exact) for x in pair] for n, pair in counts.items()}

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from draftcore_nn import serving
 from draftcore_nn.target import shape_in_config, shape_of_config
-from torch import Tensor
+from draftcore_nn.vocabulary import known_tokens, read_ids
 
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
 from draftcore_eagle3.config import DraftConfig, captured_layers
 from draftcore_eagle3.model import Eagle3Draft, build
-from draftcore_eagle3.vocabulary import to_ids
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
@@ -51,9 +50,8 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
     config = module.config
     tensors = {**dict(module.named_parameters()), "embed_tokens.weight": module.embed_tokens}
     if module.d2t is not None:
-        known_V = torch.zeros(config.vocab_size, dtype=torch.bool)
-        known_V[to_ids(module.d2t).cpu()] = True
-        tensors |= {"d2t": module.d2t, "t2d": known_V}
+        t2d_V = known_tokens(module.d2t, config.vocab_size)
+        tensors |= {"d2t": module.d2t, "t2d": t2d_V}
     data = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -87,7 +85,9 @@ def load(folder: Path, target: TargetSpec, options: Eagle3Options) -> Draft:
     config = read_config(folder, target, options)
     tensors = serving.read_tensors(folder, RENAMED)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    ids_U = None if config.full_vocabulary and d2t is None else _read_ids(d2t, t2d, config, folder)
+    ids_U, sizes = None, (config.draft_vocab_size, config.vocab_size)
+    if d2t is not None or not config.full_vocabulary:
+        ids_U = read_ids(d2t, t2d, *sizes, folder)
     draft = build(target, config, options, ids_U)
     target_VH = draft.module.get_buffer("embed_tokens")
     found_VH = tensors.pop("embed_tokens.weight", target_VH)
@@ -143,36 +143,3 @@ def _read_layers(data: Mapping[str, Any], folder: Path, num_layers: int) -> tupl
         )
     asked = nested if nested is not None else from_top
     return captured_layers(None if asked is None else tuple(asked), num_layers)
-
-
-def _read_ids(d2t: Tensor | None, t2d: Tensor | None, config: DraftConfig, folder: Path) -> Tensor:
-    """Return the target ids of the draft vocabulary; raises UsageError where they are not said.
-
-    A list of ids in place of offsets would load everywhere, and propose nonsense.
-    """
-    if d2t is None or tuple(d2t.shape) != (config.draft_vocab_size,):
-        found = "no d2t" if d2t is None else f"d2t of shape {list(d2t.shape)}"
-        raise UsageError(
-            f"the draft in {folder} has {found}, its config a draft vocabulary of "
-            f"{config.draft_vocab_size}\n"
-            "  without the mapping its tokens mean nothing: use the complete published draft"
-        )
-    d2t, last = d2t.long(), config.vocab_size - 1
-    ids_U = to_ids(d2t)
-    if not _ascending(ids_U, last):
-        kind = "absolute token" if _ascending(d2t, last) else "not ascending, or unknown,"
-        raise UsageError(
-            f"d2t in {folder} holds {kind} ids, where offsets are expected: target id = i + d2t[i]\n"
-            f"  the target has {config.vocab_size} tokens; the mapping starts {d2t[:6].tolist()}\n"
-            "  write target_id - i instead, or use the draft with the target it was trained for"
-        )
-    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids_U):
-        raise UsageError(
-            f"t2d and d2t in {folder} name different tokens\n"
-            "  the mapping is damaged: use the complete published draft"
-        )
-    return ids_U
-
-
-def _ascending(ids: Tensor, last: int) -> bool:
-    return bool((ids.diff() > 0).all()) and 0 <= int(ids[0]) <= int(ids[-1]) <= last

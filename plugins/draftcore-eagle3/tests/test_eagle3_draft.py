@@ -15,8 +15,8 @@ from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.config import captured_layers, from_target
 from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.options import Eagle3Options
-from draftcore_eagle3.vocabulary import select_tokens
 from draftcore_hf.target import TransformersTarget
+from draftcore_nn.vocabulary import select_tokens
 from draftcore_sdk.algorithm_fixtures import ExportSuite, MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.comparisons import require_trained_drafts

@@ -20,7 +20,7 @@ from draftcore_eagle3.attention import attend
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_eagle3.serving import parse_config
-from draftcore_eagle3.vocabulary import select_tokens, to_ids, to_offsets
+from draftcore_nn.vocabulary import select_tokens, to_ids, to_offsets
 from draftcore_sdk import comparisons
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,

@@ -1,7 +1,6 @@
 """What decoders do in every round, without waiting for the device.
 
-Shape letters: B rows, K drafts, R new rows of a cache, S slots, G key/value heads, D head width,
-V vocabulary.
+Shape letters: B rows, K drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,12 +41,6 @@ def chain(choices: Sequence[Choice]) -> Proposal:
 def at(x_BT: Tensor, index_B: Tensor) -> Tensor:
     """Take one place of each row: of [B, T, ...] the places [B], as [B, ...]."""
     return x_BT[torch.arange(len(index_B), device=index_B.device), index_B]
-
-
-def write_slots(cache_BGSD: Tensor, x_BRGD: Tensor, slots_BR: Tensor) -> None:
-    """Write keys or values of new rows into their slots of a cache, in place."""
-    x_BGRD = x_BRGD.transpose(1, 2).to(cache_BGSD.dtype)
-    cache_BGSD.scatter_(2, slots_BR[:, None, :, None].expand_as(x_BGRD), x_BGRD)
 
 
 @torch.inference_mode()

@@ -15,7 +15,8 @@ from typing import Any, cast
 import draftcore_nn
 import pytest
 import torch
-from draftcore_nn import attention, decoding, losses, serving
+from draftcore_nn import attention, batches, decoding, losses, masks, serving, vocabulary
+from draftcore_nn.cache import CachedState, empty_slots
 from draftcore_nn.layers import Rotary, TargetVocabulary, rotate
 from draftcore_nn.options import DecoderOptions
 from draftcore_nn.target import (
@@ -31,9 +32,11 @@ from draftcore_sdk.exports import GONE, ROPES, change_config, change_tensors
 from draftcore_sdk.graph_plugins import NoWaiting
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import Gemma4TextConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from draftcore.contracts.algorithm import DraftBatch, Sample, SampleId
 from draftcore.errors import DraftcoreError, UsageError
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -92,24 +95,83 @@ def test_choices_join_to_a_proposal() -> None:
 
 
 @dataclass
-class State:
-    cache_BGSD: Tensor
+class State(CachedState):
     token_B: Tensor
 
 
-def test_rows_are_taken_written_and_selected_where_they_belong() -> None:
+def test_rows_are_taken_and_selected_where_they_belong() -> None:
     x_BT = torch.arange(12).view(3, 4)
     index_B = torch.tensor([3, 0, 2])
     assert decoding.at(x_BT, index_B).tolist() == [3, 4, 10]
     assert decoding.at(x_BT[..., None], index_B).tolist() == [[3], [4], [10]]
-    state = State(torch.zeros(3, 2, 6, 1), index_B)
-    new_BRGD = torch.arange(1.0, 13.0).view(3, 2, 2, 1)
-    decoding.write_slots(state.cache_BGSD, new_BRGD, torch.tensor([[0, 1], [4, 5], [2, 1]]))
-    assert state.cache_BGSD[1, :, :, 0].tolist() == [[0, 0, 0, 0, 5, 7], [0, 0, 0, 0, 6, 8]]
-    assert state.cache_BGSD[2, 0, :, 0].tolist() == [0, 11, 9, 0, 0, 0]
+    keys, values = torch.randn(2, 3, 1, 2, 6, 4)
+    state = State(keys, values, index_B)
     kept = decoding.select_rows(state, torch.tensor([2, 0]))
     assert kept.token_B.tolist() == [2, 3]
-    assert kept.cache_BGSD.equal(state.cache_BGSD[[2, 0]])
+    assert kept.values_BLGSD.equal(state.values_BLGSD[[2, 0]])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("block", "causal"), [(False, True), (True, True), (True, False)])
+def test_cached_rows_attend_as_in_one_forward_whatever_unwritten_slots_hold(
+    window: int | None, block: bool, causal: bool
+) -> None:
+    """Two rows of 5 and 2 tokens, and 3 more, which see what stands before them and each other."""
+    shape = DecoderShape(**shape_of_target(a_target(), DecoderOptions(num_key_value_heads=2)))
+    rotary, starts = Rotary(shape.rope, shape.head_dim, 64), [5, 2]
+    query, *rest = torch.randn(3, 2, 8, 4, 8, generator=torch.Generator().manual_seed(1))
+    key, value = (x[:, :, :2] for x in rest)
+    cache = CachedState(*empty_slots(shape, 2, 2, 12, key))
+    cache.keys_BLGSD.fill_(9.0)
+    positions_BT = torch.arange(8).expand(2, -1)
+    turned = rotate(key, *rotary(positions_BT))
+    cache.write(1, (turned, value), positions_BT)  # beyond a row's start: leftovers
+    assert (cache.keys_BLGSD[:, 0] == 9).all(), "another layer's"
+    positions_BR = torch.tensor(starts)[:, None] + torch.arange(3)
+    rows = cache.rows(rotary, positions_BR, window=window, block=block, causal=causal)
+    took = [torch.stack([x[b, s : s + 3] for b, s in enumerate(starts)]) for x in (turned, value)]
+    for slots in (cache.keys_BLGSD, cache.values_BLGSD) if block else ():
+        for b, start in enumerate(starts):
+            slots[b, 1, :, start:] = 7.0
+    asked = torch.stack([query[b, s : s + 3] for b, s in enumerate(starts)])
+    found = cache.attend(
+        1, rotate(asked, *rows.angles), rows, (took[0], took[1]) if block else None
+    )
+    for b, start in enumerate(starts):
+        places, last = torch.arange(start + 3), torch.arange(start, start + 3)[:, None]
+        seen = places > last - (window or 99)
+        own = (places >= start) & (causal or block)
+        seen = (seen | own if block else seen) & ((places <= last) | (own if not causal else False))
+        expected = functional.scaled_dot_product_attention(
+            rotate(asked[b], *rotary(last[:, 0])).transpose(0, 1),
+            turned[b, : start + 3].repeat_interleave(2, 1).transpose(0, 1),
+            value[b, : start + 3].repeat_interleave(2, 1).transpose(0, 1),
+            seen,
+        )
+        torch.testing.assert_close(found[b], expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_drawn_for_a_sample_is_of_seed_sample_and_epoch_alone() -> None:
+    def drawn(seed: int, name: str, epoch: int) -> list[int]:
+        generator = batches.generator_of(SampleId(name, epoch), seed)
+        return torch.randint(1000, (2,), generator=generator).tolist()
+
+    before = torch.get_rng_state()
+    uses = [(1, "a", 1), (2, "a", 1), (1, "b", 1), (1, "a", 2)]
+    assert len({tuple(drawn(*use)) for use in uses}) == 4
+    assert drawn(1, "a", 1) == [696, 668]
+    assert torch.get_rng_state().equal(before)
+
+
+def test_the_host_knows_the_lengths_of_a_batch_wherever_that_lies() -> None:
+    ids = torch.arange(7)
+    samples = [
+        Sample(SampleId(str(n), 1), ids[:n], ids[:n] > 2, {"x": torch.ones(n, 2)}) for n in (7, 3)
+    ]
+    batch = batches.collate(samples).to("meta")  # asking a tensor there is an error
+    assert batches.host_lengths(batch) == (7, 3)
+    made = [value for name, value in vars(batches.collate(samples)).items() if name != "lengths"]
+    assert batches.host_lengths(DraftBatch(*made)) == (7, 3)
 
 
 # ------------------------------------------------------------ losses
@@ -136,7 +198,57 @@ def test_cross_entropy_in_slices_is_cross_entropy(
     torch.testing.assert_close(torch.autograd.grad((loss_R * weight_R).sum(), inputs), expected)
 
 
+@pytest.mark.parametrize("draft_size", [7, 11])
+@pytest.mark.parametrize("logits", [(1.0, None), (0.25, 2.0)], ids=["plain", "capped"])
+def test_soft_cross_entropy_in_slices_is_that_with_what_the_target_says(
+    logits: tuple[float, float | None], draft_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_RH, state_RH, target_VH, head_UH = (
+        torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (7, 7, 11, draft_size)
+    )
+    ids_U = vocabulary.select_tokens({9: 3, 4: 2}, draft_size, 11)
+    assert {4, 9} <= set(ids_U.tolist())
+    leaves = [hidden_RH.requires_grad_(), head_UH.requires_grad_()]
+    scale, cap = logits
+    said_RV = scale * state_RH @ target_VH.T
+    said_RV = said_RV if cap is None else cap * (said_RV / cap).tanh()
+    plain_R = -(said_RV[:, ids_U].softmax(-1) * (hidden_RH @ head_UH.T).log_softmax(-1)).sum(-1)
+    expected = torch.autograd.grad((plain_R * torch.arange(7)).sum(), leaves)
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 3 * 11)
+    teacher = losses.teach(state_RH, target_VH, *logits, ids_U=ids_U)
+    loss_R, best_R = losses.soft_cross_entropy(hidden_RH, head_UH, teacher.logits_RU)
+    torch.testing.assert_close(loss_R, plain_R)
+    assert best_R.equal((hidden_RH @ head_UH.T).argmax(-1))
+    found = torch.autograd.grad((loss_R * torch.arange(7)).sum(), leaves)
+    torch.testing.assert_close(found, expected)
+    kept_RU = said_RV.softmax(-1)[:, ids_U]
+    torch.testing.assert_close((teacher.logits_RU - teacher.all_R[:, None]).exp(), kept_RU)
+    best = [ids_U.tolist().index(v) if v in ids_U else -1 for v in said_RV.argmax(-1).tolist()]
+    assert teacher.label_R.tolist() == best
+    known_V = vocabulary.known_tokens(vocabulary.to_offsets(ids_U), 11)
+    laid_RV = vocabulary.over_target(kept_RU, ids_U, 11)
+    torch.testing.assert_close(laid_RV, said_RV.softmax(-1) * known_V)
+
+
 # ------------------------------------------------------------ attention and positions
+
+
+def test_a_rule_is_the_same_as_a_table_as_a_bias_and_as_tiles() -> None:
+    """Documents of a sample; the blocks of `draftcore-dflash` are tried there."""
+    document_BT = torch.tensor([[0] * 200 + [1] * 100, [0] * 130 + [1] * 170])
+    rule, shape = masks.documents(document_BT), (2, 300, 300)
+    seen_B1QT = masks.dense(rule, shape)
+    for b, q, t in [(0, 250, 200), (0, 250, 199), (0, 5, 6), (1, 5, 5), (1, 150, 129)]:
+        assert seen_B1QT[b, 0, q, t] == (t <= q and document_BT[b, q] == document_BT[b, t])
+    query, key, value = torch.randn(3, 2, 2, 300, 16)
+    plain = functional.scaled_dot_product_attention(query, key, value, seen_B1QT)
+    added = masks.bias(seen_B1QT, torch.float32)
+    found, _, _ = attention.attend(query, key, value, added)
+    torch.testing.assert_close(found, plain)
+    mask = masks.Tiles.of(rule, shape, "cpu").to("cpu").mask(rule, shape[1:])
+    assert mask.sparsity() > 0
+    torch.testing.assert_close(flex_attention(query, key, value, block_mask=mask), plain)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["causal", "biased"])
