@@ -34,6 +34,7 @@ from draftcore.features.checks import CheckedCapture
 from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
+from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, best, latest, missing, open_checkpoint
 from draftcore.training.ranks import SINGLE_RANK
@@ -41,6 +42,12 @@ from draftcore.uris import format_size
 
 Role = Literal["both", "trainer"]
 NO_MEMORY = "out of memory|can't allocate memory|MemoryError"  # as torch and Python say it
+
+
+def watches_always(plugin: Plugin) -> bool:
+    """Say whether a plugin is the observer that each run has where it is installed."""
+    name = catalog.default("observer")
+    return (plugin.name, plugin.dist) == (name, catalog.owners("observer")[name])
 
 
 class Run(OpenRun):
@@ -88,7 +95,7 @@ class Run(OpenRun):
         self.width = int(self.target.text_config.hidden_size)
         labels = config.drafts or [""]
         self.drafts: tuple[DraftRun, ...] = tuple(DraftRun(self, label) for label in labels)
-        always = {catalog.default("observer")} & registry.offered("observer").keys()
+        always = [p.name for p in registry.judged(watches_always) if not p.problem]
         watching = (Registry(()), ()) if ranks.rank else (registry, [*config.plugins, *always])
         self.observers: Specs = observers(*watching)
 
@@ -270,7 +277,8 @@ class Run(OpenRun):
         """
         masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
         with suppress(Exception):  # of an algorithm that reads what features hold
-            hook: Any = self.bind("memory", name := catalog.default("memory")).hook
+            name, *_ = catalog.owners("memory")
+            hook: Any = self.bind("memory", name).hook
             taken = [hook.step_memory(name=name, draft=d, masks=masks) for d in self.drafts]
             return sum(held for held, _ in taken), max(peak - held for held, peak in taken)
         return 0, 0

@@ -62,7 +62,6 @@ TWO = "algorithm=null 'drafts={blocks: {algorithm: {name: dflash}}, domino: {alg
         ("train train.device=gpu", ["'gpu'", "cuda:N"]),
         ("train target.device=gpu", ["'gpu'", "cuda:N"]),
         ("train target.tensor_parallel=2 train.eval_every=1", ["set train.eval_prompts=0"]),
-        ("train data.eval=nowhere.jsonl train.eval_every=null", ["nowhere", "train.eval_every=0"]),
         ("train target.path=./nowhere", ["./nowhere", "target.path"]),
         ("train data.max_skiped=0.5", ["(did you mean 'max_skipped'?)", "max_length", "plugin"]),
         ("train data.train=nowhere.jsonl", ["nowhere.jsonl"]),
