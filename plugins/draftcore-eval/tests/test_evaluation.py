@@ -62,7 +62,7 @@ def test_the_plot_of_a_weak_draft_fills_its_axis_and_says_no_path(
     for accepted in (0, 19):  # of 20 rounds of one prompt
         decoded = Decoded([1], [0] * 50, [1] * accepted + [0] * (20 - accepted), [1] * 20)
         times = {"draft_seconds": 1.0, "verify_seconds": 1.0, "plain_seconds": 1.0}
-        of = {"about": about, "lossless": True, "ties": (), **times}
+        of: Any = {"about": about, "lossless": True, "ties": (), **times}
         report.plot({"": Report.count([decoded], 1, 1, **of)}, tmp_path / "plot.png")
     weak, strong = (figure.axes[0] for figure in drawn)
     assert (weak.get_ylim()[1] < 0.1, strong.get_ylim()[1]) == (True, 1)

@@ -18,7 +18,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from tokenizers.pre_tokenizers import Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = 4  # a token, where the tokenizer is not here: what English text has, about
@@ -92,7 +92,9 @@ def is_cached(model: str, file: str) -> bool:
 
 
 def stand_in() -> Any:
-    """Return a tokenizer that takes so many CHARACTERS for a token, all of which are the same."""
-    tokenizer = Tokenizer(WordLevel({"any": 0}, unk_token="any"))
-    tokenizer.pre_tokenizer = Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")
+    """Return a tokenizer that takes so many CHARACTERS for a token, which is the first one's."""
+    tokenizer = Tokenizer(WordLevel({chr(code): code for code in range(256)}, unk_token="?"))
+    parts = Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")
+    rest = Split(Regex(r"(?<=^[\s\S])[\s\S]+"), "removed")
+    tokenizer.pre_tokenizer = Sequence([parts, rest])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
