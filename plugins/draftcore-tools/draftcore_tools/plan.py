@@ -34,7 +34,7 @@ from draftcore_tools.costs import (
 
 # How much longer work takes than its matrix products alone (docs/performance.md).
 CAPTURE, EAGER, COMPILED = 1.7, 2.1, 1.5
-COMPILED_MEMORY = 0.8  # of what a step takes uncompiled; 0.6 to 1.1 were measured
+COMPILED_MEMORY = 0.8  # of what a step takes uncompiled; 0.6 to 1.04 were measured
 COMPILED_STEPS = 1000  # from so many on `train.compile: auto` compiles on a GPU
 LAYER_SECONDS = 1e-3  # of a decoded token at least, however little is computed
 ACCEPTED = 2.5  # tokens a round of a draft that nobody knows yet
