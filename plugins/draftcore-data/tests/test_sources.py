@@ -111,7 +111,8 @@ def test_a_file_that_breaks_off_names_the_last_line_read_and_what_to_do(folder: 
 
 
 ROWS = [{"prompt": f"caf\u00e9, {n}", "completion": f"a\n{n}"} for n in range(3)]
-CELLS = "".join(f'"{row["prompt"]}"\t"{row["completion"]}"\n' for row in ROWS)
+CELLS = [f'"{row["prompt"]}"\t"{row["completion"]}"\n' for row in ROWS]
+TABLE = "".join(["prompt\tcompletion\n", *CELLS])
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
@@ -123,10 +124,10 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
         ("objects.json", "\n".join(json.dumps(row, indent=2) for row in ROWS).encode()),
         ("in-one.json", json.dumps({"version": 1, "data": ROWS}).encode()),
         ("in-one-indented.jsonl", json.dumps({"rows": ROWS}, indent=1).encode()),
-        ("no-ending", gzip.compress(LINES)),
+        ("no-ending", gzip.compress(LINES, mtime=0)),
         ("sixteen.jsonl", LINES.decode().encode("utf-16")),
-        ("table.tsv", f"prompt\tcompletion\n{CELLS}".encode("utf-8-sig")),
-        ("table.csv.gz", gzip.compress(f"prompt,completion\n{CELLS}".replace("\t", ",").encode())),
+        ("table.tsv", TABLE.encode("utf-8-sig")),
+        ("table.csv.gz", gzip.compress(TABLE.replace("\t", ",").encode(), mtime=0)),
     ],
 )
 def test_what_is_no_json_lines_is_read_as_what_it_is(
