@@ -68,9 +68,9 @@ def test_a_run_on_an_8b_target_is_planned_from_a_config_alone_and_said_how_it_fi
 
 def test_a_dry_run_says_what_the_plan_does_of_some_rows_as_of_all(big: Path, cli: Any) -> None:
     """Those of --rows are rendered aside, and trains nothing."""
-    some = json.loads(cli("plan", big, "--rows", "8", "--device", "l4", "--json").stdout)
+    some = json.loads(cli("plan", big, "--rows", "8", "--device", "h200", "--json").stdout)
     assert (some["rows"], some["sampled"], some["steps"]) == (16, 8, 12)
-    told = plan(yaml.safe_load(big.read_text()), device="l4", rows=8)  # as a program is told
+    told = plan(yaml.safe_load(big.read_text()), device="h200", rows=8)  # as a program is told
     assert told.to_json()["memory"] == some["memory"]
     assert not (big.parent / "run").exists()
     said = cli("train", big, "--dry-run")
