@@ -36,6 +36,7 @@ class Storages(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.sizes, self.real, self.peak = weakref.WeakKeyDictionary[Any, int](), 0, 0
+        self.inside = False  # an operation that torch makes of others where tensors are fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -52,7 +53,13 @@ class Storages(FakeTensorMode):  # type: ignore[no-untyped-call]
         sizes = (x.numel() << (4 * x.is_floating_point()) for x in tensors)  # sizes follow from ids
         large = max([1, *map(math.prod, shapes), *sizes]) > self.real
         operate = super().__torch_dispatch__ if fake or large else lambda f, _, a, k: f(*a, **k)
-        made = operate(func, types, args, kwargs)
+        inside, self.inside = self.inside, True
+        try:
+            made = operate(func, types, args, kwargs)
+        finally:
+            self.inside = inside
+        if inside or func.is_view:  # what is viewed was counted, if as a real tensor
+            return made
         for storage in (x.untyped_storage() for x in tree_leaves(made) if isinstance(x, Tensor)):
             if storage not in self.sizes:
                 self.sizes[storage] = storage.nbytes()
