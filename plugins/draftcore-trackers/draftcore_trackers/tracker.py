@@ -133,6 +133,20 @@ class Tracker(ABC):
         """End the tracked run, when all is sent."""
 
 
+class RunTracker(Tracker):
+    """A tracker whose library hands out a run, `tracked`, and makes of a file what `picture_of` is."""
+
+    tracked: Any
+    picture_of: Callable[[str], Any]
+
+    def log(self, step: int, figures: Mapping[str, Any], draft: str) -> None:
+        if step > self.known:
+            self.tracked.log(labelled(figures, draft), step=step)
+
+    def picture(self, file: Path, draft: str) -> None:
+        self.log(self.step, {"curves": self.picture_of(str(file))}, draft)
+
+
 def labelled(figures: Mapping[str, float], draft: str) -> dict[str, float]:
     """Return figures by names that begin with the draft's label, where there are several."""
     return {f"{draft}/{name}".lstrip("/"): value for name, value in figures.items()}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftcore_trackers.tracker import PROJECT, Tracker, labelled
+from draftcore_trackers.tracker import PROJECT, RunTracker
 
 
-class Trackio(Tracker):
+class Trackio(RunTracker):
     name = module = "trackio"
 
     def open(self, run: Path, run_id: str, config: Mapping[str, Any]) -> None:
@@ -25,13 +25,6 @@ class Trackio(Tracker):
             embed=False,
         )
         self.known = getattr(self.tracked, "_next_step", 0) - 1  # of no public name
-
-    def log(self, step: int, figures: Mapping[str, Any], draft: str) -> None:
-        if step > self.known:
-            self.tracked.log(labelled(figures, draft), step=step)
-
-    def picture(self, file: Path, draft: str) -> None:
-        self.log(self.step, {"curves": self.picture_of(str(file))}, draft)
 
     def close(self, reason: str) -> None:
         self.tracked.finish()

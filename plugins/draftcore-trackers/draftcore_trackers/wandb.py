@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftcore_trackers.tracker import PROJECT, Tracker, labelled
+from draftcore_trackers.tracker import PROJECT, RunTracker
 
 
-class WeightsAndBiases(Tracker):
+class WeightsAndBiases(RunTracker):
     name = module = "wandb"
 
     def open(self, run: Path, run_id: str, config: Mapping[str, Any]) -> None:
@@ -31,13 +31,6 @@ class WeightsAndBiases(Tracker):
             settings=wandb.Settings(console=os.environ.get("WANDB_CONSOLE", "off")),
         )
         self.known = self.tracked.step - 1
-
-    def log(self, step: int, figures: Mapping[str, Any], draft: str) -> None:
-        if step > self.known:
-            self.tracked.log(labelled(figures, draft), step=step)
-
-    def picture(self, file: Path, draft: str) -> None:
-        self.log(self.step, {"curves": self.picture_of(str(file))}, draft)
 
     def close(self, reason: str) -> None:
         self.tracked.finish(exit_code=1 if reason == "failed" else 0)
