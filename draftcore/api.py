@@ -130,10 +130,11 @@ def export(
             folders.append(folder := out or draft_run.folder / "export")
             step = write_export(draft_run, checkpoint, folder, layout, force=force)
             say(f"{draft_run.prefix}exported step {step} to {folder}")
+            evaluation = None
             with suppress(UsageError):  # where nothing is installed that measures drafts
-                card = getattr(run.evaluation(), "card", lambda *given: ())
-                for line in card(draft_run, folder):
-                    say(line)
+                evaluation = run.evaluation()
+            for line in getattr(evaluation, "card", lambda *given: ())(draft_run, folder):
+                say(line)
         return folders
 
 

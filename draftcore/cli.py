@@ -30,7 +30,8 @@ class Verbs(click.Group):
     """The shell's own verb and those that plugins offer, which are found as all offers are."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        (registry := _registry(ctx)).judged()
+        registry = _registry(ctx)
+        registry.judged()
         return sorted({*self.commands, *registry.offered("verb")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

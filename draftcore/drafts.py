@@ -29,7 +29,7 @@ def load_checkpoint(draft: DraftRun, folder: Path | None) -> tuple[Draft, dict[s
     state = checkpoint.state
     origin = {
         **{key: state[key] for key in ("step", "total_steps", "samples_seen", "plugins")},
-        "weights": digest(checkpoint.folder / DRAFT),
+        "weights": checkpoint.digests.get(DRAFT),
         "target": state["config"]["target"].get("path", ""),
         "target_fingerprint": state["target"],
         "algorithm": state["config"]["algorithm"],

@@ -44,7 +44,9 @@ def capture(registry: Registry, config: Path, overrides: tuple[str, ...]) -> Non
 @configured
 @click.option("--trainer", is_flag=True, help="Start no others: producers are started elsewhere.")
 @click.option("--dry-run", is_flag=True, help="Say what it would take, as `draftcore plan` does.")
-def train(registry: Registry, config: Path, overrides: tuple[str, ...], **how: bool) -> None:
+def train(
+    registry: Registry, config: Path, overrides: tuple[str, ...], trainer: bool, dry_run: bool
+) -> None:
     """Train a run's drafts, each from its last checkpoint if any.
 
     Features are captured on the way, once for all drafts; with a store that keeps them, what it lacks
@@ -54,11 +56,11 @@ def train(registry: Registry, config: Path, overrides: tuple[str, ...], **how: b
     keeps alive. On several machines, start one by --trainer, and any number of `draftcore produce`. Ranks
     that torchrun started train together; another number of them may go on.
     """
-    if how["dry_run"]:
+    if dry_run:
         plan = registry.find("verb", "plan").verbs["plan"]
         click.get_current_context().invoke(plan, config=config, overrides=overrides)
         return
-    done = api.train(config, *overrides, trainer=how["trainer"], registry=registry, say=click.echo)
+    done = api.train(config, *overrides, trainer=trainer, registry=registry, say=click.echo)
     if done.reason == "interrupted":
         raise click.exceptions.Exit(ExitStatus.INTERRUPTED)
 

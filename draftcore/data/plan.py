@@ -37,7 +37,7 @@ class Plan:
     """Batches and steps for rows 0..n-1 of a dataset.
 
     `lengths` are in tokens, `batch` counts rows per batch and `accumulate` batches per step. The run
-    has `epochs` epochs, or `max_steps` steps where that is less.
+    has `epochs` epochs, or `max_steps` steps where that is less. `tokens` are those of each batch, padded.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Plan:
         self.steps_per_epoch = -(-len(self.batches) // accumulate)
         steps = epochs * self.steps_per_epoch
         self.total_steps = steps if max_steps is None else min(steps, max_steps)
-        self._tokens = np.array([len(rows) * self.padded(rows) for rows in self.batches])
+        self.tokens = np.array([len(rows) * self.padded(rows) for rows in self.batches])
         # Two, since loaders may be in the next epoch while a step of this one is trained on.
         self._epoch = functools.lru_cache(maxsize=2)(self._order_epoch)
 
@@ -101,7 +101,7 @@ class Plan:
         """Return the batches of each step of an epoch; depends on (seed, epoch) only."""
         bits = np.random.PCG64([self.seed, epoch])
         shuffled = _permutation(bits, len(self.batches))
-        steps = _parts(shuffled, self._tokens, self.accumulate, STEP_WINDOW)
+        steps = _parts(shuffled, self.tokens, self.accumulate, STEP_WINDOW)
         whole = len(self.batches) // self.accumulate  # a shorter step stays last in the epoch
         return [steps[at] for at in _permutation(bits, whole)] + steps[whole:]
 

@@ -9,13 +9,12 @@ with hook and plugin. An observer that fails so is dropped: the run goes on with
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType, ModuleType, SimpleNamespace, UnionType
@@ -60,9 +59,9 @@ def bind(
     assert offer is not None
     where = f"the {kind} {name!r}, plugin {owner}"
     checked = validate(offer.options, options, f"options of {where}", beside)
-    made = offer.implementation and _implementation(offer.implementation, where)(checked)
+    make = _implementation(offer.implementation, where) if offer.implementation else None
     chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}
-    chosen[owner.name] = dataclasses.replace(owner, instance=made or owner.instance)
+    chosen[owner.name] = replace(owner, instance=make(checked) if make else owner.instance)
     bound = _manager(chosen.values(), owner.name)
     for hook in first_results():
         if len(rivals := sorted(owners(getattr(bound.hook, hook)))) > 1:
@@ -138,7 +137,7 @@ def _guard(
             mistake = type_error(result, list[hint] if wraps and not first else hint)  # type: ignore[valid-type]
             if not mistake:
                 stops = isinstance(result, Stop)
-                return dataclasses.replace(result, plugin=plugin.name) if stops else result
+                return replace(result, plugin=plugin.name) if stops else result
             problem = f"returned {_type_of(result)}, and that does not fit: {mistake}"
             problem += f"\n  draftcore hooks {hook}"
         failure = DraftcoreError(f"the hook {hook} of {plugin} {problem}")
@@ -210,7 +209,7 @@ def _parsed(hint: Any) -> tuple[Any, Sequence[str], Iterable[tuple[str, Any]], S
         names = {n for base in kind.__mro__[:-2] for n in (*vars(base), *base.__annotations__)}
         return object, sorted(name for name in names if name[0] != "_"), (), ()
     record: Any = kind
-    fields = _hints(record).items() if dataclasses.is_dataclass(kind) else ()
+    fields = _hints(record).items() if is_dataclass(kind) else ()
     elements = inner[1:] if issubclass(kind, Mapping) else [t for t in inner if t is not ...]
     return {Any: object, float: (int, float)}.get(kind, kind), (), fields, elements
 

@@ -53,13 +53,13 @@ class Registry:
         for plugin in (plugin for plugin in chosen if plugin.state == "found"):
             if self.verbose:
                 print(f"importing {plugin}", file=sys.stderr, flush=True)
-            started = time.perf_counter()
+            started = 0.0
             with _setting_aside(plugin, plugin.module):
                 _check_metadata(plugin, self.installed)
+                started = time.perf_counter()
                 _check_code(plugin, self)
-            plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1)
-            if not plugin.problem:
                 plugin.state = "ready"
+            plugin.import_ms = round((time.perf_counter() - started) * 1e3, 1) if started else 0.0
         return chosen
 
     @property

@@ -308,7 +308,7 @@ def require_memory(parts: TrainerParts) -> None:
         return
     here = parts.features.store is None and resolve_device(run.target.device) == device
     target = run.target.weight_bytes() // run.target.devices if here else 0
-    rows = max(plan.batches, key=lambda rows: len(rows) * plan.padded(rows))
+    rows = plan.batches[plan.tokens.argmax()]
     held, step = run.step_memory(plan.lengths[list(rows)].tolist())
     held = held or 16 * sum(p.numel() for t in parts.trainers for p in t.parameters)
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -42,10 +42,11 @@ DRAFT, OPTIMIZER, STATE = "draft.safetensors", "optimizer.safetensors", "state.j
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable checkpoint; `state` is what `save` was given."""
+    """A durable checkpoint; `state` is what `save` was given, `digests` are those of its files."""
 
     folder: Path
     state: Mapping[str, Any]
+    digests: Mapping[str, str]
 
     @property
     def step(self) -> int:
@@ -191,8 +192,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         there = "is not complete" if (folder / STATE).exists() else "is no checkpoint"
         remedy = f"choose a step-* folder that holds a file {MARK}; best needs train.eval_every"
         raise UsageError(f"{folder} {there}\n  {remedy}")
-    _require_whole(folder / STATE)
-    return Checkpoint(folder, json.loads((folder / STATE).read_text()))
+    digests = _require_whole(folder / STATE)
+    return Checkpoint(folder, json.loads((folder / STATE).read_text()), digests)
 
 
 def trained_tensors(draft: Draft, rank: int = 0) -> Tensors:
@@ -234,8 +235,11 @@ def _whole(tensors: Tensors, rank: int) -> Tensors:
     return {name: t.to("cpu", copy=True).contiguous() for name, t in wholes if rank == 0}
 
 
-def _require_whole(file: Path) -> None:
-    """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file."""
+def _require_whole(file: Path) -> Mapping[str, str]:
+    """Raise UsageError for a checkpoint of another format, DraftcoreError for an altered file.
+
+    Returns the digests of all its files.
+    """
     damaged = file.parent / MARK
     try:
         manifest = json.loads(regular(damaged).read_text())
@@ -247,6 +251,7 @@ def _require_whole(file: Path) -> None:
         expected, damaged = manifest["files"].get(file.name), file
         if expected != digest(file):
             raise ValueError(f"its digest is not that in {MARK}")
+        return cast(Mapping[str, str], manifest["files"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DraftcoreError(
             f"cannot read {damaged}: {error}\n"

@@ -216,14 +216,21 @@ def test_held_out_rows_are_captured_once_for_all_drafts_and_stay_whole(setting: 
         assert one.loss_mask_T.tolist() == DATA.loss_mask(row).tolist()
 
 
-def test_held_out_rows_that_are_missing_or_not_finite_are_refused(
+def test_held_out_rows_that_are_missing_unreadable_or_not_finite_are_refused(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(*asked: object) -> None:
+        raise UsageError("no row can be used")
+
     setting.capture.broken = 3
     wanted = r"held-out rows of eval.jsonl: .* row 3 .*holds inf or nan .*\n.*capture.dtype=float32"
     with pytest.raises(UsageError, match=wanted):
         setting.measure()
     assert setting.capture.closed == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Setting, "samples", refuse)
+        with pytest.raises(UsageError, match=r"no row can be used\n  train.eval_every=0 trains"):
+            setting.open()
     monkeypatch.setattr(Setting, "eval", None)
     with pytest.raises(UsageError, match=r"train.eval_every needs held-out rows: set data.eval"):
         setting.open()

@@ -79,7 +79,7 @@ class Endpoints:
         self.endpoints = [Endpoint(_base(url), most, first) for url in dict.fromkeys(urls)]
         self.under_way = concurrency or MANY * len(self.endpoints)
         self.body: dict[str, Any] = {}
-        self.timeout, self.patience, self.heard = timeout, patience, time.monotonic()
+        self.timeout, self.patience, self.answered = timeout, patience, time.monotonic()
         self._changed = asyncio.Event()  # a server can have one question more
         self._advise: Callable[[int], str] | None = advise
         self._key = os.environ.get(KEY, "")
@@ -129,8 +129,8 @@ class Endpoints:
                     found = response.json()
                     if not isinstance(found, dict):
                         raise ValueError("the answer is not an object")
-                    self.heard, self._advise = time.monotonic(), None
-                    if method == "POST" and self.heard - began < self.timeout / 4:
+                    self.answered, self._advise = time.monotonic(), None
+                    if method == "POST" and self.answered - began < self.timeout / 4:
                         endpoint.keep_up()
                     endpoint.failures = 0
                     return found
@@ -144,7 +144,7 @@ class Endpoints:
                 endpoint.asked -= 1
                 self._changed.set()
             if status in UNFIT:
-                self.heard = time.monotonic()
+                self.answered = time.monotonic()
                 raise RowError("the server refuses it", reason)
             if status and status < 500 and not busy:
                 raise UsageError(
@@ -156,7 +156,7 @@ class Endpoints:
             if busy and not status and self._advise is not None:
                 port, advise, self._advise = httpx2.URL(endpoint.url).port, self._advise, None
                 print(advise(port or 8000), file=sys.stderr)
-            if time.monotonic() - self.heard > self.patience:
+            if time.monotonic() - self.answered > self.patience:
                 raise DraftcoreError(
                     f"no server has answered for {self.patience:.0f} s; {endpoint.url}: {reason}\n"
                     "  when one does, the same command goes on"

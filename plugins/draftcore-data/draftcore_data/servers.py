@@ -1,4 +1,4 @@
-"""How a server of a target is started, so that reasoning comes apart from what it answers."""
+"""Commands that start a server of a target, with the parser that separates reasoning from answers."""
 
 from __future__ import annotations
 

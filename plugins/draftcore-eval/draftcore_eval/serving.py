@@ -23,15 +23,20 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetModel
     from draftcore_eval.options import EvalOptions, Gpu
 
-# Dense bf16 FLOP/s, and bytes/s of memory, by the makers' data sheets.
-GPUS: dict[Gpu, tuple[float, float]] = {
-    "a100": (312e12, 2.04e12),
+# By the makers' data sheets: dense bf16 FLOP/s, and bytes/s of memory.
+GPUS = {
+    "a10g": (70e12, 0.6e12),
+    "a100": (312e12, 2.039e12),
+    "a100-40gb": (312e12, 1.555e12),
+    "b200": (2250e12, 8.0e12),
     "h100": (989e12, 3.35e12),
     "h200": (989e12, 4.8e12),
-    "b200": (2250e12, 8.0e12),
+    "l4": (121e12, 0.3e12),
     "l40s": (362e12, 0.864e12),
-    "rtx4090": (165e12, 1.008e12),
     "mi300x": (1307e12, 5.3e12),
+    "rtx3090": (71e12, 0.936e12),
+    "rtx4090": (165e12, 1.008e12),
+    "rtx5090": (210e12, 1.792e12),
 }
 # What a server's forwards reach of the two, and the seconds of each beside (launches, sampling, scheduling).
 # So a plain step of Llama 3.1 8B for one request on an H100 is 6.3 ms, as sglang's documentation measured.

@@ -63,7 +63,7 @@ def resolved(config: Config, overrides: Sequence[str], registry: Any) -> list[Se
         Setting(
             ".".join(path), value, next((one for one in who if _sets(who[one], path)), "default")
         )
-        for path, value in _leaves(data)
+        for path, value in leaves(data)
     ]
 
 
@@ -151,10 +151,11 @@ def _values(field: Any) -> str:
     return " ".join([kind, " and ".join(bounds)]).strip()
 
 
-def _leaves(tree: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def leaves(tree: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys of a tree, each as a path from its root, with their values."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*before, name))
+            yield from leaves(value, (*before, name))
         else:
             yield (*before, name), value
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_eval.serving import EXPERTS as EXPERT_COUNTS
+from draftcore_eval.serving import GPUS
 from draftcore_nn.target import EXPERTS, active_width, largest
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +27,6 @@ from draftcore.errors import UsageError, nearest
 from draftcore_tools.memory import step_memory
 
 REACHED = 0.77  # of the published operations, by large products (docs/performance.md)
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 STATES = 10  # of the width of a token that exist at once in a layer of the target, beside its MLP
 
 
@@ -44,32 +45,31 @@ class Device:
         return self.fp32 if "32" in str(precision) else self.bf16
 
 
-# GiB that torch sees, TFLOP/s of dense products in bf16 and in fp32, and GB/s, as published.
-PUBLISHED = {
-    "a10g": (22, 70, 31, 600),
-    "a100": (79, 312, 19.5, 2039),
-    "a100-40gb": (39, 312, 19.5, 1555),
-    "b200": (178, 2250, 75, 8000),
-    "h100": (79, 989, 67, 3350),
-    "h200": (139, 989, 67, 4800),
-    "l4": (22, 121, 30, 300),
-    "l40s": (44, 362, 92, 864),
-    "rtx3090": (23, 71, 36, 936),
-    "rtx4090": (23, 165, 83, 1008),
-    "rtx5090": (31, 210, 105, 1792),
+# GiB that torch sees, and FLOP/s of dense products in fp32, as published; `GPUS` has the rest.
+MEMORY = {
+    "a10g": (22, 31e12),
+    "a100": (79, 19.5e12),
+    "a100-40gb": (39, 19.5e12),
+    "b200": (178, 75e12),
+    "h100": (79, 67e12),
+    "h200": (139, 67e12),
+    "l4": (22, 30e12),
+    "l40s": (44, 92e12),
+    "rtx3090": (23, 36e12),
+    "rtx4090": (23, 83e12),
+    "rtx5090": (31, 105e12),
 }
 
 
 def device_named(name: str) -> Device:
     """Return a device of the table. Raises UsageError for another."""
-    if (key := name.lower()) not in PUBLISHED:
+    if (key := name.lower()) not in MEMORY:
         raise UsageError(
-            f"the device {name!r} is not in the table{nearest(key, PUBLISHED)}\n"
-            f"  known are {', '.join(PUBLISHED)}; without --device the run's own is measured"
+            f"the device {name!r} is not in the table{nearest(key, MEMORY)}\n"
+            f"  known are {', '.join(MEMORY)}; without --device the run's own is measured"
         )
-    gib, bf16, fp32, bandwidth = PUBLISHED[key]
-    tera, giga = 1e12 * REACHED, 1e9 * REACHED
-    return Device(key, gib << 30, tera * bf16, tera * fp32, giga * bandwidth)
+    (gib, fp32), (bf16, bandwidth) = MEMORY[key], GPUS[key]
+    return Device(key, gib << 30, REACHED * bf16, REACHED * fp32, REACHED * bandwidth)
 
 
 def device_here(device: torch.device) -> Device:
@@ -130,10 +130,9 @@ def target_cost(target: TargetSpec, width: int, length: float) -> TargetCost | N
         if any(Path(target.path).glob("*.safetensors")):  # quantised ones are smaller
             weights = target.weight_bytes()
         share = largest(text, *EXPERTS) / max(1, largest(text, *EXPERT_COUNTS))
-        attention = 2 * target.num_layers * length * (largest(text, "num_attention_heads") or 1)
-        attention *= largest(text, "head_dim") or width / max(
-            1, largest(text, "num_attention_heads")
-        )
+        heads = largest(text, "num_attention_heads") or 1
+        attention = 2 * target.num_layers * length * heads
+        attention *= largest(text, "head_dim") or width / heads
         activations = (STATES * width + 3 * active_width(text)) * target.dtype.itemsize
         return TargetCost(weights, 2 * (dense + share * experts) + attention, activations)
     return None

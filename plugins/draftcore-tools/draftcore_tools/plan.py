@@ -146,7 +146,6 @@ def plan_run(
     steps = math.ceil(train.epochs * plan.steps_per_epoch * scale)
     steps = min(steps, train.max_steps or steps)
     median, p95, longest = np.quantile(lengths, [0.5, 0.95, 1], method="inverted_cdf").tolist()
-    padded = sum(len(batch) * plan.padded(batch) for batch in plan.batches)
     counts = sorted(summary.token_counts.values(), reverse=True)
     sizes = {d.label: getattr(d.options, "draft_vocab_size", None) for d in run.drafts}
     memory = Memory(run, machine, plan, samples, steps)
@@ -161,7 +160,7 @@ def plan_run(
         tokens=round(summary.tokens * scale),
         learned=summary.loss_tokens / summary.tokens,
         lengths={"median": median, "p95": p95, "max": longest},
-        padding=1 - summary.tokens / padded,
+        padding=1 - summary.tokens / int(plan.tokens.sum()),
         steps=steps,
         epochs=train.epochs,
         batch=train.batch,
@@ -212,9 +211,10 @@ class Memory:
         self.on_gpu, self.ahead = machine.name != "cpu", run.config.store == "auto"
         auto = self.on_gpu and steps >= COMPILED_STEPS and not train.shard
         self.compiled = auto if train.compile == "auto" else train.compile
-        rows = max(plan.batches, key=lambda rows: len(rows) * plan.padded(rows))
+        largest = plan.tokens.argmax()
+        rows = plan.batches[largest]
         self.masks = [torch.from_numpy(np.array(samples.loss_mask(row))) for row in rows]
-        self.tokens = len(rows) * plan.padded(rows)
+        self.tokens = int(plan.tokens[largest])
         self.target = target_cost(run.target, run.width, plan.lengths.mean())
         places = {target.get("device", "auto"), train.device}
         self.apart = run.config.topology.producers > 0 or len(places - {"auto"}) > 1

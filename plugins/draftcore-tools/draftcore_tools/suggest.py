@@ -20,7 +20,7 @@ from draftcore.contracts.run import OpenRun
 from draftcore.errors import UsageError
 from draftcore.options import apply_overrides, validate_as
 from draftcore.uris import format_size, parse_size
-from draftcore_tools.configuration import Setting, as_yaml
+from draftcore_tools.configuration import Setting, as_yaml, leaves
 from draftcore_tools.plan import RunPlan, plan_run, read_rows
 from draftcore_tools.recipes import CHARACTERS, Recipe, config_and_tokenizer, recipe_of
 
@@ -91,7 +91,7 @@ def suggest(
         chooser.choose_rows(parse_size(disk or "0"))
         plan = chooser.choose_sizes()
     assumed = []
-    if tokenizer is not None:  # one token like another
+    if tokenizer is not None:  # which tokens are frequent is not known
         plan = replace(plan, vocabulary={})
         assumed.append(f"{CHARACTERS} characters a token, as the tokenizer is not here")
     if chooser.data is None:
@@ -118,7 +118,7 @@ class Chooser:
         self.settings, self.reasons = dict[str, Any](), dict[str, str]()
         asked: dict[str, Any] = {}
         apply_overrides(asked, overrides)
-        self.asked = dict(leaves(asked))
+        self.asked = {".".join(path): value for path, value in leaves(asked)}
         self.plans = dict[str, RunPlan]()
         self.servers = self.asked.get("capture.name") == SERVERS
         for key, value in self.asked.items():
@@ -277,9 +277,8 @@ class Chooser:
             changes[key] = json.loads(value)
             if need <= self.gpu_bytes:
                 break
-        if (
-            batch := plan.batch if "train.batch" in self.asked else changes["train.batch"]
-        ) < ROWS_OF_STEP:
+        batch = plan.batch if "train.batch" in self.asked else changes["train.batch"]
+        if batch < ROWS_OF_STEP:
             changes["train.accumulate"] = changes.get("topology.ranks", 1) * ROWS_OF_STEP // batch
         return None if changes == before else self.plan_with(changes)
 
@@ -342,12 +341,3 @@ class Chooser:
             name: round(getattr(plan, name) * times) for name in ("tokens", "steps", "store_bytes")
         }
         return replace(plan, rows=ASSUMED_ROWS, hours=hours, **counts)
-
-
-def leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a tree with their values."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{before}{name}.")
-        else:
-            yield before + name, value
