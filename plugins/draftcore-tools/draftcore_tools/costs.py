@@ -90,7 +90,7 @@ def device_here(device: torch.device) -> Device:
     def rate(dtype: torch.dtype) -> float:
         size = 8192 if cuda else 512
         x = torch.ones(size, size, dtype=dtype, device=device)
-        return 2 * size**3 / seconds(lambda: x @ x, 5)
+        return 2 * size**3 / seconds(lambda: x @ x.T, 5)  # as by weights; a CPU is slow at others
 
     x = torch.ones(1 << (28 if cuda else 24), dtype=torch.bfloat16, device=device)
     bandwidth = 2 * x.nbytes / seconds(x.clone, 5)
