@@ -141,7 +141,7 @@ def test_of_a_mistake_that_nobody_knows_the_first_token_is_found_by_asking(
     assert found.first is not None
     row, serving = found.first.prompt, Serving(target, trained["eagle3"].export, 4, 300)
     hook = bind(load_plugins([ENGINES]), "engine", "odd").hook
-    engine = hook.engine(name="odd", serving=serving, options=None)  # type: ignore[attr-defined]
+    engine = hook.engine(name="odd", serving=serving, options=None)
     for tokens, same in ((2, True), (found.first.token, True), (found.first.token + 1, False)):
         rounds = engine.decode(found.prompts[row], tokens).rounds
         assert (rounds == rounds_until(found.here[row], tokens)) is same
