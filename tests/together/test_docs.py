@@ -40,6 +40,7 @@ MODELS = {
     "draftcore-sglang": [
         "draftcore_sglang.options:SglangOptions",
         "draftcore_sglang.options:ServerOptions",
+        "draftcore_sglang.options:EngineOptions",
     ],
 }
 VERB = re.compile(r"(?:^|^\$ |`)draftcore ([a-z][a-z-]+)", re.MULTILINE)

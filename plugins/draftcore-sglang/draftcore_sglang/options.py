@@ -59,3 +59,22 @@ class ServerOptions(BaseModel):
         64 << 20, ge=1, json_schema_extra=SAME,
         description="bytes of an answer by a server without this dist, which sends states as text",
     )  # fmt: skip
+
+
+class EngineOptions(BaseModel):
+    """Options of the engine `sglang`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: str | None = Field(
+        None, description="the Python of the environment that has sglang; this one if left out"
+    )
+    algorithm: str | None = Field(
+        None,
+        description="the name by which sglang knows the draft; as its algorithm says if left out",
+    )
+    timeout: float = Field(300, gt=0, description="seconds that one request may take")
+    patience: float = Field(600, gt=0, description="seconds that sglang may take to start")
+    args: dict[str, Any] = Field(
+        {}, description="further arguments of sglang's own, by the names of its ServerArgs"
+    )

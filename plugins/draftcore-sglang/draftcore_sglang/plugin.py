@@ -1,4 +1,4 @@
-"""The plugin: captures `sglang` and `sglang-server`; what is heavy is imported inside the hook."""
+"""The captures `sglang` and `sglang-server`, the engine `sglang`; what is heavy is imported inside."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from draftcore.contracts.offers import Offer
 from draftcore_sglang import INSTALL
 
 if TYPE_CHECKING:
+    from draftcore_eval.engines import Engine, Serving
+
     from draftcore.contracts.capture import Capture, FeatureRequest
     from draftcore.contracts.target import TargetSpec
 
@@ -25,6 +27,7 @@ def describe() -> Sequence[Offer]:
             "capture", "sglang", IN_PROCESS, f"{OPTIONS}:SglangOptions", needs={"sglang": INSTALL}
         ),
         Offer("capture", "sglang-server", SERVER, f"{OPTIONS}:ServerOptions"),
+        Offer("engine", "sglang", options=f"{OPTIONS}:EngineOptions"),
     ]
 
 
@@ -37,3 +40,10 @@ def capture(name: str, target: TargetSpec, request: FeatureRequest, options: Any
     from draftcore_sglang.remote import ServerCapture
 
     return ServerCapture(target, request, options)
+
+
+@hookimpl
+def engine(name: str, serving: Serving, options: Any) -> Engine:
+    from draftcore_sglang.served import SglangEngine
+
+    return SglangEngine(serving, options)

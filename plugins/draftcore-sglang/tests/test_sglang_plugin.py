@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from capturing import require_engine_ended, write_run
+from draftcore_eval.engines import Serving
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.plugins import PluginSuite
 from draftcore_sdk.suite import child_environment
@@ -24,9 +25,10 @@ from draftcore_sglang.capture import SglangCapture, settings_of
 from draftcore_sglang.internals import Limits, Settings, disagg
 from draftcore_sglang.internals import server as hooked
 from draftcore_sglang.internals.signatures import TESTED, require_sglang
-from draftcore_sglang.options import SglangOptions
+from draftcore_sglang.options import EngineOptions, SglangOptions
 from draftcore_sglang.ranks import Ranks
 from draftcore_sglang.remote import place
+from draftcore_sglang.served import SglangEngine, read_answer
 from draftcore_sglang.wire import Ask, Refusal, pack, unpack
 from packaging.requirements import Requirement
 
@@ -276,3 +278,28 @@ def test_an_ask_and_small_tensors_come_back_as_they_were_sent(dtype: str) -> Non
     value = torch.tensor([0, 1, 1, 0, 1]).to(getattr(torch, dtype))
     assert torch.equal(unpack(*pack(value)), value)
     assert len(unpack(*pack(value[:0]))) == 0
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def test_answers_say_how_often_each_position_was_accepted() -> None:
+    """Of an answer of one token nothing was verified."""
+    counted = {"spec_verify_ct": 5, "spec_correct_drafts_histogram": [1, 2, 0, 2]}
+    answer = read_answer({"output_ids": [7] * 13, "meta_info": counted}, 3)
+    assert (answer.rounds, answer.accepted) == (5, (4, 2, 2))
+    alone = read_answer({"output_ids": [7], "meta_info": {}}, 3)
+    assert (alone.rounds, alone.accepted) == (0, (0, 0, 0))
+
+
+def test_a_python_without_sglang_and_arguments_of_ours_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked = Serving(tmp_path, tmp_path, 3, 8)
+    with pytest.raises(UsageError, match="what kind of draft"):
+        SglangEngine(asked, EngineOptions())
+    given = {"algorithm": "EAGLE3", "args": {"dtype": "auto"}}
+    with pytest.raises(UsageError, match="--option args sets dtype"):
+        SglangEngine(asked, EngineOptions(**given))
+    nowhere = EngineOptions(algorithm="EAGLE3", python=str(tmp_path / "python"))
+    with pytest.raises(UsageError, match=r"python has no sglang: .*\n.*--option python"):
+        SglangEngine(asked, nowhere)

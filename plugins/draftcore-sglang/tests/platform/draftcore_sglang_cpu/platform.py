@@ -60,3 +60,24 @@ class CpuPlatform(SRTPlatform):  # type: ignore[misc]
                 return TokenToKVPoolAllocator(size, **others)
 
             return allocator
+
+    # ------------------------------------------------------------ speculation
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "EAGLE3"
+
+    def get_speculative_cache_locs_fn(self) -> object:
+        return drafted_places
+
+
+def drafted_places(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    draft_token_num: int,
+    **others: object,
+) -> torch.Tensor:
+    """Return where in the cache each request's next tokens go, as many of each."""
+    places = start_offset[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices[:, None], places].flatten().to(torch.int64)
