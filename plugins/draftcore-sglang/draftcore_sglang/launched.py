@@ -21,6 +21,7 @@ from draftcore.files import regular
 from draftcore.stopping import asked_to_stop
 from draftcore_sglang import INSTALL
 from draftcore_sglang.client import Server, ServerAway
+from draftcore_sglang.internals import LAUNCHER
 from draftcore_sglang.options import EngineOptions
 from draftcore_sglang.ranks import free_port
 
@@ -40,7 +41,7 @@ class Launched:
         self.url, self.patience = f"http://127.0.0.1:{port}", options.patience
         self.beside = tempfile.TemporaryDirectory(prefix="draftcore-sglang-")
         where = ["--host=127.0.0.1", f"--port={port}"]
-        command = [python, "-m", "sglang.launch_server", *flags, *where]
+        command = [python, "-m", LAUNCHER, *flags, *where]
         self.child = Child(
             "sglang", command, Path(self.beside.name, "log"), {**EXACT, **os.environ}
         )
@@ -74,8 +75,8 @@ class Launched:
         return ServerAway(
             "\n  ".join([
                 f"sglang has ended, with status {code}", *map(one_line, causes if code > 0 else ()),
-                "sglang drafts on GPUs alone; what more it wants is set by --option args.NAME=VALUE, "
-                "and on a CPU llamacpp and vllm serve drafts",
+                "its releases run on GPUs; what else it wants is set by --option args.NAME=VALUE, and on "
+                "a CPU llamacpp and vllm serve drafts",
             ])
         )  # fmt: skip
 

@@ -28,9 +28,10 @@ class SglangEngine:
     def __init__(self, serving: Serving, options: EngineOptions) -> None:
         self.num_drafts = serving.num_drafts if serving.export else 0
         self.options, self.launched = options, None
-        if serving.url is None:
+        if (url := serving.url) is None:
             self.launched = Launched(flags(arguments(serving, options)), options)
-        self.server = Server(serving.url or self.launched.url)
+            url = self.launched.url
+        self.server = Server(url)
         try:
             if self.launched:
                 self.launched.wait(self.server)
@@ -81,10 +82,8 @@ def read_answer(answer: Mapping[str, Any], num_drafts: int) -> Answer:
     tokens, said = tuple(map(int, answer["output_ids"])), answer["meta_info"]
     if not num_drafts:
         return Answer(tokens, len(tokens) - 1)
-    rounds = int(said.get("spec_verify_ct", 0))
-    counted = said.get("spec_correct_drafts_histogram", None if rounds else [])
-    if counted is None:
-        return Answer(tokens, rounds)
+    # Where nothing was verified neither is said.
+    rounds, counted = said.get("spec_verify_ct", 0), said.get("spec_correct_drafts_histogram", [])
     return Answer(tokens, rounds, tuple(sum(counted[n:]) for n in range(1, num_drafts + 1)))
 
 

@@ -1,6 +1,6 @@
 """The engine `sglang` on the CPU: sglang's own code for EAGLE-3, whose kernels Triton's interpreter runs.
 
-A round takes half a second of a processor, so that answers are short and heads few.
+A round takes half a second of a processor, so heads are few.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ from draftcore.errors import DraftcoreError, UsageError
 pytestmark = pytest.mark.sglang
 ARGS = {name: ARGUMENTS[name] for name in ARGUMENTS.keys() - {"dtype", "max_running_requests"}}
 ARGS |= {"attention_backend": "triton", "triton_attention_num_kv_splits": 1}
-MOONCAKE = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1", "SGLANG_HOST_IP": "127.0.0.1"}
+MOONCAKE: dict[str, Any] = {
+    "MOONCAKE_PROTOCOL": "tcp",
+    "MC_FORCE_TCP": "1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+}
 
 
 class TestSglangEngine(EngineSuite):
     plugin, name = "draftcore_sglang.plugin", "sglang"
     options: ClassVar[dict[str, Any]] = {"algorithm": "EAGLE3", "args": ARGS}
-    target_config: ClassVar[dict[str, Any]] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    target_config: ClassVar[dict[str, Any]] = {"num_attention_heads": 1, "num_key_value_heads": 1}
 
+    @pytest.mark.smoke
     def test_a_server_that_runs_is_asked_as_it_is_or_refused(
         self, served: Any, drafted: Any
     ) -> None:
@@ -67,15 +72,15 @@ class TestSglangEngine(EngineSuite):
         """
         serving, _, (right, _) = served
         shared = engines.arguments(serving, EngineOptions(**self.options))
-        bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": free_port()}
+        bootstrap: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": free_port()}
         shared |= {
             "host": "127.0.0.1", "disaggregation_transfer_backend": "mooncake",
             "disaggregation_bootstrap_port": bootstrap["bootstrap_port"],
         }  # fmt: skip
-        decode = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
+        decode: dict[str, Any] = {"disaggregation_decode_retraction_backup": "cpu_tensor"}
         decode |= {"num_reserved_decode_tokens": 64}
 
-        def start(mode: str, more: dict[str, Any], **environment: str) -> Serving:
+        def start(mode: str, more: dict[str, Any], **environment: Any) -> Serving:
             own = {"port": free_port(), "disaggregation_mode": mode, **more}
             command = [sys.executable, "-m", "sglang.launch_server"]
             command += engines.flags({**shared, **own})
@@ -88,10 +93,10 @@ class TestSglangEngine(EngineSuite):
                 pool.submit(start, "decode", decode, **{VARIABLE: "eagle3"}),
             ]
             servers = [stack.enter_context(one.result()) for one in asked]
-            for room, expected in enumerate(right[1:], 1):
+            for room, expected in enumerate(right[:2], 1):
                 greedy = {"temperature": 0, "max_new_tokens": NEW}
-                body = {"input_ids": list(expected.prompt), "sampling_params": greedy}
-                body |= {**bootstrap, "bootstrap_room": room}
+                prompt = {"input_ids": list(expected.prompt), "sampling_params": greedy}
+                body = {**prompt, **bootstrap, "bootstrap_room": room}
                 both = [pool.submit(Server(one.url).post, body, 300) for one in servers]
                 answer = engines.read_answer(both[1].result(), serving.num_drafts)
                 assert list(answer.tokens) == list(expected.tokens)

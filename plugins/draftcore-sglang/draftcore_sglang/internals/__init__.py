@@ -44,6 +44,7 @@ from draftcore.errors import DraftcoreError, UsageError, nearest, raised
 Pictures = Mapping[int, Mapping[str, Any]]  # by prompt, what the target's processor makes of images
 # Of one forward: rows of the table that maps a prompt's tokens to its cache slots.
 MAX_PROMPTS = 256
+LAUNCHER = "sglang.launch_server"  # the module that starts a server
 
 # What is called here, with its parameters.
 SIGNATURES = {
