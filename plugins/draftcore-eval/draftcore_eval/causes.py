@@ -34,6 +34,7 @@ from draftcore_eval.runner import Prompts
 FEW = 2  # prompts that every mistake is tried on; those whose rounds fit are tried on all
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # RoPE bases of published targets
 EPS = (1e-6, 1e-5)
+SPECIAL = 16  # special tokens that may be put before a prompt, at most
 BLOCK = 32  # weights that share a scale where they are quantised, as in Q8_0
 # What a draft that cannot be computed so raises: it is left out.
 IMPOSSIBLE = (DraftcoreError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -436,12 +437,16 @@ def quantise(names: Iterable[str], bits: int, module: nn.Module) -> None:
 # ---------------------------------------------------------------- what the target reads
 
 
+def begin_with(token: int, ids: Sequence[int]) -> list[int]:
+    return [token, *ids]
+
+
 def prompts_otherwise(tokenizer: Any) -> Iterator[tuple[str, Callable[[Sequence[int]], list[int]]]]:
     """Yield what an engine may make of a prompt's token ids, and how."""
-    named = [(f"a {n} token", getattr(tokenizer, f"{n}_token_id", None)) for n in ("bos", "eos")]
-    for name, token in (*named, ("token 0", 0), ("token 1", 1)):
+    special = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    for token in dict.fromkeys([*special, *getattr(tokenizer, "all_special_ids", ())[:SPECIAL]]):
         if token is not None:
-            yield f"{name} ({token}) is put before them", partial(lambda t, ids: [t, *ids], token)
+            yield f"{token} is put before them", partial(begin_with, token)
     yield "the first is left out", lambda ids: [*ids[1:]]
     yield "the last is left out", lambda ids: [*ids[:-1]]
     yield "the last is repeated", lambda ids: [*ids, ids[-1]]

@@ -67,7 +67,7 @@ CONFIGS: dict[str, Change] = {
 }
 MODULES: dict[str, Change] = {
     "no-norm": lambda m: setattr(m.midlayer, "hidden_norm", nn.Identity()),
-    "unread-norm": lambda m: m.norm.weight.data.fill_(1),
+    "unread-norm": lambda m: m.midlayer.input_layernorm.weight.data.fill_(1),
     "unordered-rows": pairs,
     "residual": normed_residual,
     "vocabulary": lambda m: m.d2t.zero_(),
@@ -92,11 +92,18 @@ def opened(target: Path) -> Any:
     return manager, manager.__enter__()
 
 
+@functools.cache
+def plain(target: Path, prompt: tuple[int, ...], limit: int) -> Answer:
+    (tokens,) = opened(target)[1].target.load_model().generate([prompt], limit)
+    return Answer(tuple(tokens), len(tokens) - 1)
+
+
 class Wrong:
     """An engine with one mistake, if any."""
 
     def __init__(self, name: str, serving: Serving) -> None:
-        self.name, self.run, self.runner = name, opened(serving.target)[1], None
+        self.name, self.target, self.runner = name, serving.target, None
+        self.run = opened(serving.target)[1]
         self.model = self.run.target.load_model()
         if serving.export is None:
             return
@@ -116,10 +123,9 @@ class Wrong:
         self.runner = EagerRunner(self.model, drafter)
 
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Answer:
-        prompt = [256, *prompt] if self.name == "begins" else prompt
+        prompt = [257, *prompt] if self.name == "begins" else prompt
         if self.runner is None:
-            (tokens,) = self.model.generate([prompt], max_new_tokens)
-            return Answer(tuple(tokens), len(tokens) - 1)
+            return plain(self.target, tuple(prompt), max_new_tokens)
         (found,) = speculate(self.runner, [prompt], EvalOptions(max_new_tokens=max_new_tokens))
         if self.name == "short":
             found.tokens.pop()
