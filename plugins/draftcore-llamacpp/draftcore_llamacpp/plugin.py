@@ -10,8 +10,8 @@ from draftcore.contracts.offers import Offer
 
 if TYPE_CHECKING:
     import click
-
     from draftcore_eval.engines import Engine, Serving
+
     from draftcore_llamacpp.options import LlamaCppOptions
 
 

@@ -124,7 +124,7 @@ def tokenizer_keys(target: Path, other: Path | None, vocab: int) -> dict[str, An
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(vocab)],
         "tokenizer.ggml.token_type": [kind(i) for i in range(vocab)],
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.merges": merges or ["Ġ Ġ"],  # no token; llama.cpp takes no empty list
         "tokenizer.ggml.add_bos_token": False,
         **{f"tokenizer.ggml.{name}_token_id": i for name, i in special_tokens(target, about, ids)},
     }

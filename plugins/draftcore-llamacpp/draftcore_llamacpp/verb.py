@@ -23,7 +23,9 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 )  # fmt: skip
 @click.option("--target", is_flag=True, help="Write the target in place of the draft.")
 @click.option("--draft", help="One of the run's `drafts`.")
-@click.option("--export", "exported", type=FOLDER, help="An export; RUN[/DRAFT]/export if not given.")
+@click.option(
+    "--export", "exported", type=FOLDER, help="An export; RUN[/DRAFT]/export if not given."
+)
 @click.option("--tokenizer", type=FILE, help="Take the tokenizer of this GGUF file of the target.")
 @click.pass_obj
 def verb(registry: Any, /, config: Path, overrides: tuple[str, ...], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`draftcore gguf`: an export in a GGUF file is the export, and what llama.cpp would serve wrongly is refused."""
+"""`draftcore gguf`: the file holds the export, and what llama.cpp would serve wrongly is refused."""
 
 from __future__ import annotations
 
@@ -216,7 +216,8 @@ def test_a_target_that_is_not_written_here_is_refused_with_the_command_that_writ
     write_draft(export, target, file, tokenizer=whole)
     keys, theirs = read(file)[0], read(whole)[0]
     names = [name for name in theirs if name.startswith("tokenizer.")]
-    assert len(names) >= 7 and all(keys[name] == theirs[name] for name in names)
+    assert len(names) >= 7
+    assert all(keys[name] == theirs[name] for name in names)
     llama = tiny_target(tmp_path / "llama", "llama")
     asked = ("gguf", run / "run.yaml", "--target", "--out", file, f"target.path={llama}")
     assert f"convert_hf_to_gguf.py {llama} --outfile target.gguf" in run_cli(*asked).output

@@ -20,6 +20,7 @@ from draftcore_llamacpp.engine import LlamaCpp
 from draftcore_llamacpp.files import write_gguf
 from draftcore_llamacpp.options import LlamaCppOptions
 from draftcore_llamacpp.target import target_keys, target_tensors
+from draftcore_sdk.engines import EngineSuite
 
 import draftcore
 from draftcore.errors import DraftcoreError, UsageError
@@ -35,6 +36,10 @@ DRAFTS: dict[str, tuple[dict[str, Any], int]] = {  # options, steps
     "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 32, "loss_decay_gamma": 4}, 100),
 }  # fmt: skip
 OPTIONS = LlamaCppOptions()
+
+
+class TestLlamaCpp(EngineSuite):
+    plugin = "draftcore_llamacpp.plugin"
 
 
 @dataclass
@@ -138,10 +143,13 @@ def test_llama_cpp_drafts_what_was_trained_prompt_by_prompt(
     assert [answer.rounds for answer in plain] == [len(answer.tokens) - 1 for answer in plain]
     assert [answer.rounds for answer in drafted] == [row["rounds"] for row in draft.rows]
     assert [len(answer.tokens) for answer in drafted] == [row["tokens"] for row in draft.rows]
-    for answer in drafted:  # the target's own token of each round, but where a draft ended the answer
+    for (
+        answer
+    ) in drafted:  # the target's own token of each round, but where a draft ended the answer
         accepted = answer.accepted or ()
         assert len(answer.tokens) - 1 - answer.rounds in (sum(accepted), sum(accepted) - 1)
-        assert len(accepted) == 7 and max(accepted) <= answer.rounds
+        assert len(accepted) == 7
+        assert max(accepted) <= answer.rounds
 
 
 def shifted(self: Any, config: Any) -> list[int]:
@@ -165,8 +173,8 @@ MASK = "tokenizer__ggml__mask_token_id"
 MISTAKES: dict[str, dict[str, Any]] = {
     "eagle3, layers one less": {"target_layers": shifted},
     "eagle3, rows not reordered": {"tensor": unordered},
-    "eagle3, norm before residual": {"keys": with_keys(__target_hidden_size=256, __norm_before_residual=True)},
-    "eagle3, RoPE base": {"keys": with_keys(__target_hidden_size=256, __rope__freq_base=1e6)},
+    "eagle3, norm before residual": {"keys": with_keys(__norm_before_residual=True)},
+    "eagle3, RoPE base": {"keys": with_keys(__rope__freq_base=1e6)},
     "dflash, layers one less": {"target_layers": shifted},
     "dflash, mask token": {"keys": with_keys(**{MASK: 7})},
     "dflash, causal": {"keys": with_keys(__attention__causal=True)},
@@ -208,7 +216,8 @@ def test_rounds_are_counted_where_a_character_takes_several_tokens(
     ended = next(row for row in range(PROMPTS) if len(plain[row].tokens) < LONGEST)
     for row in (0, ended):
         answer = started.decode(prompts[row], LONGEST)
-        assert newline in answer.tokens and answer.accepted is None
+        assert newline in answer.tokens
+        assert answer.accepted is None
         assert (answer.tokens, answer.rounds) == (plain[row].tokens, draft.rows[row]["rounds"])
     started.close()
 
@@ -241,11 +250,11 @@ def test_a_crash_of_llama_cpp_is_an_error_that_says_so(
 
     export = trained("dflash").export
     monkeypatch.setattr(convert, "method_of", lambda config, folder: Last())
-    with pytest.raises(DraftcoreError, match="llama.cpp ended by SIGABRT while it decoded a prompt"):
-        server.load_draft(export)
+    server.load_draft(export)
+    with pytest.raises(DraftcoreError, match=r"llama\.cpp ended by SIGABRT while it decoded a"):
         server.decode(prompts[0], LONGEST)
     monkeypatch.setattr(Last, "name", "no-such-architecture")
-    with pytest.raises(DraftcoreError, match="llama.cpp ended .* while it read its files"):
+    with pytest.raises(DraftcoreError, match=r"llama\.cpp ended .* while it read its files"):
         server.load_draft(export)
 
 
