@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftcore_eval import api
 from draftcore_eval.causes import Variants
 from draftcore_eval.served import Asking, Served, compare, decode_here
 from draftcore_sdk.targets import tiny_target
@@ -123,3 +124,26 @@ def test_each_mistake_of_an_engine_is_named(served: Any, engine: str) -> None:
     assert [cause for cause, _ in found.causes][:1] != [], found.to_json()
     assert found.causes[0][0].startswith(CAUSES[engine]), found.causes
     print([cause for cause, _ in found.causes], found.lengths(range(5)), found.first)
+
+
+def test_the_number_of_drafts_that_is_fastest_on_an_engine_goes_into_the_card(
+    trained: dict[str, Trained],
+) -> None:
+    """With the engine's command, and with what was measured of these weights alone."""
+    one = trained["eagle3"]
+    said, registry = list[str](), load_plugins([ENGINES])
+    api.served(one.yaml, engine="right", speed=True, registry=registry, say=said.append)
+    speed = json.loads((file := one.export.parent / "speed-right.json").read_text())
+    rounds = [figures["rounds"] for figures in speed["drafts"].values()]
+    assert list(speed["drafts"]) == ["1", "2", "3", "4"]
+    assert rounds == sorted(rounds, reverse=True)
+    assert speed["plain"]["rounds"] == speed["plain"]["tokens"] - 5 > rounds[0]
+    fastest = max(speed["drafts"], key=lambda n: speed["drafts"][n]["tokens_per_second"])
+    line = f"serve <target> <draft> --drafts {fastest}"
+    assert f"to serve with right:\n  {line}" in said
+    card = (one.export / "README.md").read_text()
+    assert f"With right:\n\n```bash\n{line}\n```" in card
+    assert "- right\n" in card
+    file.write_text(json.dumps({**speed, "weights": "of another step"}))
+    draftcore.export(one.yaml, force=True, say=lambda line: None)
+    assert line not in (one.export / "README.md").read_text()

@@ -103,6 +103,7 @@ class Wrong:
 
     def __init__(self, name: str, serving: Serving) -> None:
         self.name, self.target, self.runner = name, serving.target, None
+        self.drafts = serving.num_drafts
         self.run = opened(serving.target)[1]
         self.model = self.run.target.load_model()
         if serving.export is None:
@@ -135,6 +136,9 @@ class Wrong:
             sum(n > k for n in found.accepted) for k in range(self.runner.drafter.num_drafts)
         )
         return Answer(tuple(found.tokens), len(found.accepted), tuple(by_position))
+
+    def command(self) -> str:
+        return f"serve <target> <draft> --drafts {self.drafts}"
 
     def close(self) -> None:
         """The target is kept for the next."""

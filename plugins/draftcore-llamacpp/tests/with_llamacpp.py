@@ -33,7 +33,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], int]] = {  # options, steps
         {"draft_vocab_size": 2048, "ttt_length": 2, "intermediate_size": 384, "supervise": "predicted"},
         80,
     ),
-    "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 32, "loss_decay_gamma": 4}, 100),
+    "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 16, "loss_decay_gamma": 4}, 120),
 }  # fmt: skip
 OPTIONS = LlamaCppOptions()
 
@@ -69,14 +69,13 @@ def settings(folder: Path) -> dict[str, Any]:
     target = {"path": str(TARGET), "dtype": "float32", "device": "cpu"}
     run = {"run": str(folder / "run"), "algorithm": {"name": "eagle3"}}
     with draftcore.open_run({**run, "target": target, "data": data}) as opened:
-        answers = opened.target.load_model().generate(opened.data.prompts().token_ids, LONGEST)
-        tokenizer = opened.target.load_tokenizer()
-        texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        prompts = opened.data.prompts().token_ids
+        answers = opened.target.load_model().generate(prompts, LONGEST)
     with (folder / "train.jsonl").open("w") as stream:
-        for line, text in zip(lines, texts, strict=True):
-            question, *_ = json.loads(line)["conversations"]
-            turns = [question, {"role": "assistant", "content": text}]
-            stream.write(json.dumps({"conversations": turns}) + "\n")
+        for prompt, answer in zip(prompts, answers, strict=True):
+            learned = [0] * len(prompt) + [1] * len(answer)
+            row = {"input_ids": [*prompt, *answer], "loss_mask": learned}
+            stream.write(json.dumps(row) + "\n")
     return {
         **run,
         "target": target,
@@ -99,7 +98,7 @@ def trained(settings: dict[str, Any], folder: Path) -> Callable[[str], Trained]:
                 "train": {
                     **{"batch": 4, "accumulate": 1, "lr": 2e-3, "warmup_ratio": 0.05},
                     **{"epochs": steps, "max_steps": steps, "checkpoint_every": steps},
-                    **{"eval_prompts": 0, "device": "cpu"},
+                    **{"eval_every": 0, "eval_prompts": 0, "device": "cpu"},
                 },
             }
             draftcore.train(config)
