@@ -37,7 +37,6 @@ OWN_TEST = "writing-a-plugin.md"  # its commands build on each other: test_writi
 MODELS = {
     "draftcore-eagle3": ["draftcore_eagle3.options:Eagle3Options"],
     "draftcore-dflash": ["draftcore_dflash.options:DFlashOptions"],
-    "draftcore-llamacpp": ["draftcore_llamacpp.options:LlamaCppOptions"],
     "draftcore-sglang": [
         "draftcore_sglang.options:SglangOptions",
         "draftcore_sglang.options:ServerOptions",

@@ -169,6 +169,7 @@ class LlamaCpp:
         """Post a prompt; yield the parts of the answer. Raises DraftcoreError where there is none."""
         headers = {"Content-Type": "application/json"}
         request = Request(f"{self.url}/completion", json.dumps(body).encode(), headers)
+        part: dict[str, Any] = {}
         what = f"a prompt of {plural(len(body['prompt']), 'token')}"
         try:
             with urlopen(request, timeout=PATIENCE) as response:

@@ -142,9 +142,9 @@ def special_tokens(
     found = []
     for ours, theirs in (("bos_token", "bos"), ("pad_token", "padding"), ("eos_token", "eos")):
         token = about.get(ours)
-        token = token["content"] if isinstance(token, Mapping) else token
-        if token in ids:
-            found.append((theirs, ids[token]))
+        text = str(token["content"] if isinstance(token, Mapping) else token)
+        if text in ids:
+            found.append((theirs, ids[text]))
     config = {**text_config(target), **read_json(target / "generation_config.json")}
     ends = config.get("eos_token_id")
     if ends is None:
