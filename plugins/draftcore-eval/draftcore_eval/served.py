@@ -29,6 +29,7 @@ from draftcore_eval.report import Decoded
 from draftcore_eval.runner import Prompts
 
 CONTEXTS = (128, 512, 2048, 8192, 32768)  # tokens of a prompt, below which it counts
+SHOWN = 3  # ties
 OWNERS = {"sglang": "sglang", "vllm": "vllm", "llamacpp": "llamacpp", "llama.cpp": "llamacpp"}
 
 
@@ -39,8 +40,9 @@ def named(engine: str) -> tuple[str, str | None]:
     """Return an engine's name, and the URL where that was given: its server says what it is."""
     if not engine.startswith(("http://", "https://")):
         return engine, None
+    engine = engine.rstrip("/").removesuffix("/v1")
     try:
-        with urllib.request.urlopen(f"{engine.rstrip('/')}/v1/models", timeout=30) as reply:
+        with urllib.request.urlopen(f"{engine}/v1/models", timeout=30) as reply:
             owner = str(json.load(reply)["data"][0].get("owned_by", ""))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
@@ -70,11 +72,8 @@ def ask(
     engine: Engine, name: str, prompts: Prompts, limit: int, requests: int, model: TargetModel
 ) -> list[Answer]:
     """Have prompts answered, so many at a time; raises DraftcoreError for an answer that is none."""
-    answers = list[Answer]()
-    with (
-        Progress(len(prompts), verb=f"decoding on {name}") as progress,
-        ThreadPoolExecutor(requests) as pool,
-    ):
+    answers, pool = list[Answer](), ThreadPoolExecutor(requests)
+    with Progress(len(prompts), verb=f"decoding on {name}") as progress, closing_at_once(pool):
         for answer in pool.map(lambda prompt: engine.decode(prompt, limit), prompts):
             tokens = tuple(getattr(answer, "tokens", ()))
             ended = len(tokens) == limit or (tokens and tokens[-1] in model.end_tokens)
@@ -87,6 +86,15 @@ def ask(
             answers.append(answer)
             progress.show(len(answers))
     return answers
+
+
+@contextmanager
+def closing_at_once(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Ask no more where the block ends, by an error above all."""
+    try:
+        yield
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------- what was found
@@ -214,8 +222,10 @@ class Served:
             if len(rows) < count:
                 yield name, both(self.lengths(rows))
         yield "outputs", f"{count - len(self.outputs)} of {count} are those of plain decoding"
-        for row, why in self.ties.items():
+        for row, why in list(self.ties.items())[:SHOWN]:
             yield "tie", f"prompt {row + 1}: {why}"
+        if len(self.ties) > SHOWN:
+            yield "ties", f"{len(self.ties)} in all"
         if self.first:
             first = self.first
             yield (
@@ -396,6 +406,11 @@ def decode_here(
         )
     with Progress(len(prompts), verb="decoding here", every=options.batch) as progress:
         decoded, _ = decode(EagerRunner(model, drafter), prompts, options, progress.show)
+    if not any(one.accepted for one in decoded):
+        raise DraftcoreError(
+            f"the target ends its answer to each of {plural(len(prompts), 'prompt')} with the first "
+            "token: nothing was drafted, so nothing can be compared\n  ask other prompts"
+        )
     return decoded, drafter.num_drafts
 
 
