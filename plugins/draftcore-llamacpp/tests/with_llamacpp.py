@@ -33,9 +33,9 @@ PROMPTS, LONGEST, CONTEXT = 20, 64, 640
 DRAFTS: dict[str, tuple[dict[str, Any], int]] = {  # options, steps
     "eagle3": (
         {"draft_vocab_size": 2048, "ttt_length": 2, "intermediate_size": 384, "supervise": "predicted"},
-        80,
+        40,
     ),
-    "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 16, "loss_decay_gamma": 4}, 120),
+    "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 16, "loss_decay_gamma": 4}, 90),
 }  # fmt: skip
 OPTIONS = LlamaCppOptions()
 
