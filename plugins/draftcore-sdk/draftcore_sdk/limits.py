@@ -24,6 +24,8 @@ QUIET = 0.1  # seconds that `slowness` measures on a quiet machine
 SHOWN = 6  # lines of a stack
 NOT_OURS = "/pluggy/", "/unittest/mock.py"
 DEBUGGERS = "/pdb.py", "/bdb.py"
+# Who calls hooks explains what they raise, but for this.
+Failed = type("Failed", (pytest.fail.Exception, GeneratorExit), {"__module__": "builtins"})
 
 
 def slowness() -> float:
@@ -89,4 +91,4 @@ class Limit:
         lines = [f"{one.filename}:{one.lineno} in {one.name}: {one.line}" for one in own[:SHOWN]]
         lines = [f"no end after {waited:.0f} s, here:", *lines]
         self.start(self.seconds)  # for what follows, such as a fixture's end
-        pytest.fail("\n".join([*lines, "what comes after it in this suite is not tested"]))
+        raise Failed("\n".join([*lines, "what comes after it in this suite is not tested"]))
