@@ -45,9 +45,10 @@ from draftcore_sdk.targets import tiny_target
 
 OpenCapture = Callable[[FeatureRequest], Capture]
 Open = OpenCapture
-LAYERS, WIDTH, LONG = 4, 32, 600  # tokens: longer than a buffer or a limit of 512
+LAYERS, WIDTH = 4, 32
 ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
-ROWS += ([at * 7 % 250 for at in range(LONG)],)
+# The last is longer than a buffer or limit of 512.
+ALL_ROWS = (*ROWS, [at * 7 % 250 for at in range(600)])
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or
 # the state before the final norm, differs by a tenth of it and more.
 ROUNDING = 1e-4
@@ -125,7 +126,7 @@ class CaptureSuite(Suite):
                 for name, value in features.items():
                     size, dtype = forms[name]
                     form = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
-                    right = (len(ROWS[row]), size), dtype
+                    right = (len(ALL_ROWS[row]), size), dtype
                     assert form == right, f"{name} is {form}, which should be {right}"
                     assert not value.requires_grad, "features are data: capture without gradients"
 
@@ -159,11 +160,12 @@ class CaptureSuite(Suite):
         reference, rows = reference_of(target_folder), (0, 1, 3, 4, 5)
         capture = open_capture(self.everything if name in self.everything.names else WIDEST)
         for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
-            states, logits_TV = reference.features(ROWS[row]), reference.logits(ROWS[row])
+            tokens = ALL_ROWS[row]
+            states, logits_TV = reference.features(tokens), reference.logits(tokens)
             if "topk" in name:
                 require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
             else:
-                states["embeddings"] = reference.embeddings(ROWS[row])
+                states["embeddings"] = reference.embeddings(tokens)
                 norm, named = reference.decoder.norm, states.items()
                 normed = {f"the final norm of {what}": norm(value) for what, value in named}
                 require_near(features[name], states[name], {**states, **normed})
@@ -323,8 +325,8 @@ class CaptureSuite(Suite):
 
 def capture_target(folder: Path) -> Path:
     """Write the target of this suite into `folder`."""
-    positions = {"max_position_embeddings": 2 * LONG}
-    tiny_target(folder, hidden_size=WIDTH, num_hidden_layers=LAYERS, **positions)
+    shape: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+    tiny_target(folder, **shape, max_position_embeddings=1024)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # A norm that does more than scale: another weight for each of the state's numbers.
@@ -336,8 +338,8 @@ def capture_target(folder: Path) -> Path:
 def batch(
     *numbers: int, members: Sequence[Sequence[int]] = (), rows: Sequence[int] = (), index: int = 0
 ) -> CaptureBatch:
-    """Make a batch of these rows of ROWS, or of any tokens."""
-    members = [list(row) for row in members or [ROWS[number] for number in numbers]]
+    """Make a batch of these rows of ALL_ROWS, or of any tokens."""
+    members = [list(row) for row in members or [ALL_ROWS[number] for number in numbers]]
     rows = tuple(rows or numbers or range(len(members)))
     return CaptureBatch(index, rows, tuple(f"sample-{row}" for row in rows), tuple(members))
 
