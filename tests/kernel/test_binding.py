@@ -307,7 +307,9 @@ def test_a_wrong_method_that_is_inherited_is_named_when_its_class_is_bound(famil
     family.module("fake_base", CLASSES.replace("batch, context", "ctx"))
     family.module("fake_family_classes", "from fake_base import *\nclass Lazy(Heads): ...")
     assert family.judged("family").state == "ready"
-    with pytest.raises(UsageError, match="Lazy: forward_loss has no argument 'ctx' .did you mean 'context'"):
+    with pytest.raises(
+        UsageError, match=r"Lazy: forward_loss has no argument 'ctx' .did you mean 'context'"
+    ):
         bind(family.load(), "algorithm", "lazy")
 
 
