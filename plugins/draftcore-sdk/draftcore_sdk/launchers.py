@@ -19,7 +19,7 @@ from draftcore_disagg.launcher import MEETING, Job, Launcher
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
 from draftcore_sdk import limits
 from draftcore_sdk.limits import until
-from draftcore_sdk.suite import Suite
+from draftcore_sdk.suite import Suite, slow
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A process of the job: `role`, `rank`, `note(name)` leaves a file, `count(name)` says how many did.
@@ -197,6 +197,7 @@ if role == "trainer":
             trial.run(program, producers=1)
         assert len(trial.left("producer")) == 1
 
+    @slow
     @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
     def test_a_signal_reaches_the_ranks_which_end_as_they_like(
         self, trial: Trial, number: signal.Signals
@@ -233,6 +234,7 @@ time.sleep(SOON)
 """
         assert trial.asked(program, ready=signal.SIGINT) == ExitStatus.DONE
 
+    @slow
     def test_producers_come_and_go_while_the_run_goes_on(self, trial: Trial) -> None:
         program = f"""
 def leave(*_):
@@ -254,6 +256,7 @@ sys.exit(count("left") - 2)
 """
         assert trial.run(program, producers=1) == 0
 
+    @slow
     def test_nothing_is_left_of_a_run_that_ended(self, trial: Trial) -> None:
         program = """
 if role == "producer":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -23,6 +23,7 @@ if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
 HOOKS |= {"images": "image_processor"}
+T = TypeVar("T")
 
 
 class Suite:
@@ -85,6 +86,12 @@ class Suite:
 def _excused(test: Any) -> bool:
     marks = getattr(test, "pytestmark", ())
     return any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
+
+
+def slow(test: T) -> T:
+    """Mark a standard test that takes long: it is announced, and `check-plugin --quick` leaves it out."""
+    vars(test)["slow"] = True
+    return test
 
 
 def registry_of(plugin: str) -> Registry:
