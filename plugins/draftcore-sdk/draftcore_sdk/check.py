@@ -202,8 +202,9 @@ def words(test: str) -> str:
 
 
 def run(
-    checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT, *flags: str
-) -> Iterator[Result]:
+    checks: Sequence[Check], traceback: bool = False, flags: Sequence[str] = (),
+    limit: float = LIMIT,
+) -> Iterator[Result]:  # fmt: skip
     """Run the suites in a child process; yield each test as it begins, and its result as it ends.
 
     `flags` are those of `reporter`: `--quick`, `--only=TEST`. Raises UsageError where there is no such test.
@@ -220,7 +221,7 @@ def run(
             (folder / f"test_{number}.py").write_text(source)
         (folder / "pytest.ini").write_text("[pytest]\n")
         running = ""
-        flags = ("--tb=long" if traceback else "--tb=native", f"--limit={limit}", *flags)
+        flags = ["--tb=long" if traceback else "--tb=native", f"--limit={limit}", *flags]
         with open(folder / "log", "w+") as log, _child(folder, log, flags) as (child, lines):
             for line in map(json.loads, lines):
                 if names := [words(name) for name in line.get("names", ())]:
