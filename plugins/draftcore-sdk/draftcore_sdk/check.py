@@ -202,11 +202,9 @@ def words(test: str) -> str:
 
 
 def run(
-    checks: Sequence[Check],
-    traceback: bool = False,
-    flags: Sequence[str] = (),
+    checks: Sequence[Check], traceback: bool = False, flags: Sequence[str] = (),
     limit: float = LIMIT,
-) -> Iterator[Result]:
+) -> Iterator[Result]:  # fmt: skip
     """Run the suites in a child process; yield each test as it begins, and its result as it ends.
 
     `flags` are those of `reporter`: `--quick`, `--only=TEST`. Raises UsageError where there is no such test.
