@@ -99,12 +99,12 @@ def served(
             if speed and found[-1].as_trained:
                 limit, count = evaluation.options.max_new_tokens, found[-1].num_drafts
                 measured = speeds.measure(chosen, exported or fresh, count, ids, limit, asking)
-                for name, value in speeds.lines(measured):
-                    say(f"{name:28}  {value}")
                 speeds.write(measured, origin.get("weights"), chosen.folder)
                 places = dict.fromkeys(filter(None, (exported, chosen.folder / "export")))
                 for line in card_lines(evaluation, chosen, places):
                     say(line)
+                for name, value in speeds.lines(measured):
+                    say(f"{name:28}  {value}")
         return found
 
 
