@@ -11,7 +11,6 @@ from draftcore import export, open_run
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
-from draftcore.options import apply_overrides
 
 if TYPE_CHECKING:
     from draftcore.options import Config
@@ -67,6 +66,7 @@ def served(
     card. Raises DraftcoreError for an engine that does not answer all prompts.
     """
     from draftcore import open_draft
+    from draftcore.options import apply_overrides
     from draftcore_eval import speed as speeds
     from draftcore_eval.causes import Variants
     from draftcore_eval.evaluation import Decoding
@@ -99,12 +99,12 @@ def served(
             if speed and found[-1].as_trained:
                 limit, count = evaluation.options.max_new_tokens, found[-1].num_drafts
                 measured = speeds.measure(chosen, exported or fresh, count, ids, limit, asking)
-                for name, value in speeds.lines(measured):
-                    say(f"{name:28}  {value}")
                 speeds.write(measured, origin.get("weights"), chosen.folder)
                 places = dict.fromkeys(filter(None, (exported, chosen.folder / "export")))
                 for line in card_lines(evaluation, chosen, places):
                     say(line)
+                for name, value in speeds.lines(measured):
+                    say(f"{name:28}  {value}")
         return found
 
 
@@ -112,7 +112,14 @@ def checkpoint_of(exported: Path | None, draft: OpenDraft) -> Path | None:
     """Return the checkpoint of an export's step, where the run still has it."""
     if exported is None or not (manifest := exported / EXPORT).is_file():
         return None
-    folder = draft.folder / "checkpoints" / f"step-{read_sealed(manifest)['step']:08}"
+    try:
+        step = int(read_sealed(manifest)["step"])
+    except (ValueError, KeyError) as error:
+        raise UsageError(
+            f"{manifest} is not as it was written: {error}\n"
+            "  name the checkpoint that was exported, with --checkpoint"
+        ) from None
+    folder = draft.folder / "checkpoints" / f"step-{step:08}"
     return folder if folder.is_dir() else None
 
 
