@@ -136,8 +136,7 @@ def _guard(
             hint = _hints(spec).get("return")
             mistake = type_error(result, list[hint] if wraps and not first else hint)  # type: ignore[valid-type]
             if not mistake:
-                stops = isinstance(result, Stop)
-                return replace(result, plugin=plugin.name) if stops else result
+                return replace(result, plugin=plugin.name) if isinstance(result, Stop) else result
             problem = f"returned {_type_of(result)}, and that does not fit: {mistake}"
             problem += f"\n  draftcore hooks {hook}"
         failure = DraftcoreError(f"the hook {hook} of {plugin} {problem}")

@@ -6,6 +6,11 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
+EXAMPLE = {
+    "layers": [9, 0, 4], "draft_vocab_size": 200, "fc_norm": True, "norm_output": True,
+    "supervise": "predicted", "num_attention_heads": 6, "num_key_value_heads": 3, "ttt_length": 3,
+    "num_drafts": 4,
+}  # fmt: skip
 CAPABILITIES = "compile disagg layout:serving served:sglang served:vllm sglang:EAGLE3 vllm:eagle3"
 
 
@@ -13,4 +18,5 @@ CAPABILITIES = "compile disagg layout:serving served:sglang served:vllm sglang:E
 def describe() -> Sequence[Offer]:
     options = "draftcore_eagle3.options:Eagle3Options"
     implementation = "draftcore_eagle3.algorithm:Eagle3"
-    return [Offer("algorithm", "eagle3", frozenset(CAPABILITIES.split()), options, implementation)]
+    capabilities, examples = frozenset(CAPABILITIES.split()), [EXAMPLE]
+    return [Offer("algorithm", "eagle3", capabilities, options, implementation, examples=examples)]

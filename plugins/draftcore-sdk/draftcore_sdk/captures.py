@@ -111,6 +111,27 @@ class CaptureSuite(Suite):
                     assert form == right, f"{name} is {form}, which should be {right}"
                     assert not value.requires_grad, "features are data: capture without gradients"
 
+    @pytest.mark.parametrize("name", WIDEST.names)
+    def test_features_are_the_ones_of_their_name(
+        self, open_capture: Open, target_folder: Path, name: str
+    ) -> None:
+        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
+
+        That of the last layer is the state before the final norm, `last_hidden` the one after it.
+        """
+        reference, rows = reference_of(target_folder), (0, 1, 3, 4)
+        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
+        for row in rows:
+            (features,) = features_of(capture, batch(row))
+            states, logits_TV = reference.features(ROWS[row]), reference.logits(ROWS[row])
+            if "topk" in name:
+                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
+            else:
+                states["embeddings"] = reference.embeddings(ROWS[row])
+                norm, named = reference.decoder.norm, states.items()
+                normed = {f"the final norm of {what}": norm(value) for what, value in named}
+                require_near(features[name], states[name], {**states, **normed})
+
     def test_batches_and_rows_keep_their_order(
         self, open_capture: Open, target_folder: Path
     ) -> None:
@@ -129,26 +150,6 @@ class CaptureSuite(Suite):
                 right = reference.features(tokens)["hidden.0"]
                 others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
                 require_near(features["hidden.0"], right, others)
-
-    @pytest.mark.parametrize("name", WIDEST.names)
-    def test_features_are_the_ones_of_their_name(
-        self, open_capture: Open, target_folder: Path, name: str
-    ) -> None:
-        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
-
-        That of the last layer is the state before the final norm, `last_hidden` the one after it.
-        """
-        reference, rows = reference_of(target_folder), (0, 1, 3, 4)
-        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
-        for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
-            states, logits_TV = reference.features(ROWS[row]), reference.logits(ROWS[row])
-            if "topk" in name:
-                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
-            else:
-                states["embeddings"] = reference.embeddings(ROWS[row])
-                norm, named = reference.decoder.norm, states.items()
-                normed = {f"the final norm of {what}": norm(value) for what, value in named}
-                require_near(features[name], states[name], {**states, **normed})
 
     @pytest.mark.parametrize("dtype", HALVES)
     def test_a_stored_type_holds_the_numbers_of_float32(

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Draft, Drafter, Proposal, Sample
 from draftcore_sdk.check import variants
-from draftcore_sdk.suite import Suite
+from draftcore_sdk.suite import Suite, once
 from draftcore_sdk.workbench import ANSWER, STEPS, VOCABULARY, Bench, global_seed
 
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
@@ -167,6 +167,7 @@ class Drafting(Suite):
             "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"
         )
 
+    @once
     def test_the_drafter_computes_what_training_taught(self, bench: Bench) -> None:
         """A draft that has learned answers drafts them, and is sure of them.
 

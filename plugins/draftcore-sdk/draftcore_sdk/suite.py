@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -22,6 +22,13 @@ if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
 HOOKS |= {"images": "image_processor"}
+Test = TypeVar("Test")
+
+
+def once(test: Test) -> Test:
+    """Mark a standard test that an offer's `examples` do not repeat: it is slow, or of the defaults."""
+    vars(test)["once"] = True
+    return test
 
 
 class Suite:

@@ -139,6 +139,7 @@ class Bench:
     data: Mapping[str, Any]  # the options as a run's YAML has them
     loose: Sequence[Path]  # the files of plugins that are not installed
     extras: Sequence[str] = ()  # installed wrappers and observers
+    briefly: bool = False  # its drafts are trained for a few steps only
 
     def require(self, capability: str) -> None:
         if capability not in self.offer.capabilities:
@@ -279,6 +280,9 @@ class Bench:
     @cached_property
     def trained(self) -> Trained:
         """A draft that was trained on the target's answers."""
+        if self.briefly:
+            self.begun.module.eval()
+            return Trained(self.begun, [])
         draft = self.build()
         losses = self.train(draft)
         draft.module.eval()

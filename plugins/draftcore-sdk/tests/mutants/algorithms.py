@@ -65,6 +65,10 @@ PROMISES = """
 +
 +class ChainAlgorithm
 
+-            examples=[{"steps": 3, "decay": 1.0, "inner_size": 40, "num_drafts": 4}],
+-        )
++        )
+
 -frozenset({"cross_entropy", "layout:serving"})
 +frozenset({"compile", "disagg", "cross_entropy", "layout:serving", "served:chat"})
 
@@ -231,6 +235,9 @@ weight.new_zeros(batch, => weight.new_zeros(1, batch,
 self.draft.embed(token_B)) => self.draft.embed(token_B) + float(token_B.sum() * 0))
 == keeps_a_copy_of_its_weights: test_a_drafter_follows_weights_that_are_updated_in_place
 ChainAlgorithm.drafter(draft, target): return super().drafter(deepcopy(draft), target)
+== forgets_an_option_when_it_reads: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it[steps=3]
+"inner_size", folder)), self.options) => "inner_size", folder)), type(self.options)())
+implementation="draftcore_{name} => examples=[{"steps": 3}], implementation="draftcore_{name}
 == rounds_the_draft_it_exports: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
 "architectures": [ARCHITECTURE] => "architectures": [draft.module.bfloat16().float() and ARCHITECTURE]
 == imports_what_is_there: test_an_export_without_one_of_its_tensors_is_refused
@@ -294,6 +301,22 @@ frozen=ChainDraft.FROZEN => frozen=frozenset({"embed_tokens"})
 warmup_ratio=0.04 => warmup_ratio=4.0
 == has_no_gradient_where_nothing_is_learned: test_an_all_masked_batch_adds_nothing
 StepOutput(numerator, => StepOutput(numerator if denominator > 0 else numerator.detach(),
+== draws_by_ids_alone: test_what_is_drawn_depends_on_the_runs_seed
+ChainDraft.forward(batch): return scaled(super().forward(batch), len(batch.ids[0].feature_id))
+== returns_early_where_nothing_is_learned: test_nothing_to_learn_calls_all_units_and_reaches_all_weights
+ChainDraft.forward(batch):
+    nothing = sum(0 * weight.sum() for weight in self.parameters())
+    return super().forward(batch) if batch.loss_mask_BT.any() else StepOutput(nothing, nothing.detach())
+== sums_in_bf16: test_a_step_in_bf16_has_the_loss_and_the_gradients_of_fp32_but_for_rounding
+StepOutput(numerator, => StepOutput(numerator.to(logits_RV.dtype),
+== keeps_every_batch: test_step_after_step_keeps_nothing
+ChainDraft.forward(batch):
+    vars(self).setdefault("kept", []).append(batch.token_ids_BT.clone())
+    return super().forward(batch)
+== counts_hits_twice: test_metrics_are_in_their_range
+"accuracy": (hits, total) => "accuracy": (2 * hits, total)
+== seeds_torch_in_the_loss: test_building_the_loss_and_decoding_leave_the_process_as_it_is
+ChainDraft.forward(batch): return torch.manual_seed(1) and super().forward(batch)
 """
 
 MUTANTS = Mutants(AlgorithmSuite, RIGHT, wrong(WRONG), BODY)
