@@ -325,24 +325,6 @@ class Training(Suite):
         untouched = [name for name, p in trainable.items() if p.grad is None or not p.grad.any()]
         assert not untouched, f"no gradient reaches {untouched}"
 
-    def test_a_step_in_bf16_has_the_loss_and_the_gradients_of_fp32_but_for_rounding(
-        self, bench: Bench
-    ) -> None:
-        """As `train.precision: bf16` computes: products under autocast, weights and sums in fp32."""
-        draft, batch = bench.begun, bench.batch
-        draft.module.train()
-        plain = bench.measure(batch, draft=draft)
-        with torch.autocast("cpu", torch.bfloat16):
-            mixed = bench.measure(batch, draft=draft)
-        dtype = mixed.output.numerator.dtype
-        assert dtype == torch.float32, f"the loss is summed up in {dtype}: sum in float32"
-        ours, theirs = (float(m.output.numerator / m.output.denominator) for m in (mixed, plain))
-        said = f"in bf16 the loss is {ours:.6g}, in fp32 {theirs:.6g}: keep norms and sums in fp32"
-        assert math.isclose(ours, theirs, rel_tol=HALF_LOSS), said
-        for name, gradient in plain.gradients.items():
-            gap = float((mixed.gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-9))
-            assert gap <= HALF_GRADIENT, f"in bf16 the gradient of {name} is off by {gap:.0%} of it"
-
     def test_step_after_step_keeps_nothing(self, bench: Bench) -> None:
         draft, batch, held = bench.build(), bench.batch, list[int]()
         with watched_bytes(torch.device("cpu")) as bytes_held:
@@ -493,6 +475,24 @@ class Training(Suite):
         first, last = losses[0], losses[:STEPS][-1]
         assert last < 0.75 * first, f"from {first:.3f} to {last:.3f}"
 
+    def test_a_step_in_bf16_has_the_loss_and_the_gradients_of_fp32_but_for_rounding(
+        self, bench: Bench
+    ) -> None:
+        """As `train.precision: bf16` computes: products under autocast, weights and sums in fp32."""
+        draft, batch = bench.begun, bench.batch
+        draft.module.train()
+        plain = bench.measure(batch, draft=draft)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = bench.measure(batch, draft=draft)
+        dtype = mixed.output.numerator.dtype
+        assert dtype == torch.float32, f"the loss is summed up in {dtype}: sum in float32"
+        ours, theirs = (float(m.output.numerator / m.output.denominator) for m in (mixed, plain))
+        said = f"in bf16 the loss is {ours:.6g}, in fp32 {theirs:.6g}: keep norms and sums in fp32"
+        assert math.isclose(ours, theirs, rel_tol=HALF_LOSS), said
+        for name, gradient in plain.gradients.items():
+            gap = float((mixed.gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-9))
+            assert gap <= HALF_GRADIENT, f"in bf16 the gradient of {name} is off by {gap:.0%} of it"
+
     def test_metrics_are_in_their_range(self, bench: Bench) -> None:
         """Of a draft that has learned, on what it has learned, and of a fresh one."""
         for draft, samples in ((bench.draft, bench.varied), (bench.trained.draft, bench.learned)):
@@ -505,6 +505,11 @@ class Training(Suite):
                     assert 0 <= above <= below * (1 + 1e-6), f"{said}, which is not in 0 to 1"
                 if "accuracy" in name:
                     assert above % 1 == below % 1 == 0, f"{said}, and these are no counts"
+
+    def test_the_drafter_reads_what_training_captured(self, bench: Bench) -> None:
+        asked, captured = bench.drafter(bench.trained.draft).request, bench.request()
+        known = {*asked.names, asked.dtype} <= {*captured.names, captured.dtype}
+        assert known, f"it asks for {asked}, and training for {captured}"
 
     def test_a_draft_is_its_saved_state(self, bench: Bench) -> None:
         """A fresh draft with the tensors of a checkpoint computes the same loss."""
@@ -571,11 +576,6 @@ class AlgorithmSuite(Drafting, Training):
         assert log.calls == []
 
     # ------------------------------------------------------------ decoding and its graphs
-
-    def test_the_drafter_reads_what_training_captured(self, bench: Bench) -> None:
-        asked, captured = bench.drafter(bench.trained.draft).request, bench.request()
-        known = {*asked.names, asked.dtype} <= {*captured.names, captured.dtype}
-        assert known, f"it asks for {asked}, and training for {captured}"
 
     def test_rounds_that_are_recorded_as_graphs_decode_the_same(self, bench: Bench) -> None:
         """Three rows padded to four; what waits for the device is refused."""

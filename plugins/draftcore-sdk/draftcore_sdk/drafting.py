@@ -66,15 +66,6 @@ class Drafting(Suite):
             one, other = (Told(drafter, bench.texts, LENGTHS, rounds, seed) for seed in (1, 2))
             one.drafts().require(other.drafts(), f"the drafter reads what pads {what}")
 
-    def test_rounds_that_were_accepted_count_as_a_longer_prompt(self, bench: Bench) -> None:
-        """What a round leaves behind is what a prefill of the same tokens would have."""
-        drafter = bench.drafter(bench.trained.draft)
-        for number in range(1, len(ROUNDS) + 1):
-            told = Told(drafter, bench.texts, LENGTHS, ROUNDS[:number])
-            whole = Told(drafter, bench.texts, told.lengths)
-            how = f"after {number} accept() it drafts otherwise than after prefill() of as many tokens"
-            told.drafts().require(whole.drafts(), f"{how}\nit goes on from another token or state")
-
     def test_a_prompt_may_be_long_or_a_single_token(self, bench: Bench) -> None:
         """Beside one of another length it is drafted for as if it were alone."""
         drafter, texts = bench.drafter(bench.trained.draft), bench.texts[:2]
@@ -91,6 +82,15 @@ class Drafting(Suite):
         together.require(told.drafts(), how)
         again = Told(drafter, texts, lengths, state=other.state)
         together.require(again.drafts(), "prefill() leaves of a state what was in it before")
+
+    def test_rounds_that_were_accepted_count_as_a_longer_prompt(self, bench: Bench) -> None:
+        """What a round leaves behind is what a prefill of the same tokens would have."""
+        drafter = bench.drafter(bench.trained.draft)
+        for number in range(1, len(ROUNDS) + 1):
+            told = Told(drafter, bench.texts, LENGTHS, ROUNDS[:number])
+            whole = Told(drafter, bench.texts, told.lengths)
+            how = f"after {number} accept() it drafts otherwise than after prefill() of as many tokens"
+            told.drafts().require(whole.drafts(), f"{how}\nit goes on from another token or state")
 
     def test_selected_rows_go_on_as_before(self, bench: Bench) -> None:
         told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS, ROUNDS[:1])
