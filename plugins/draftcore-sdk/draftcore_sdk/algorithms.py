@@ -45,7 +45,7 @@ from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.memory import watched_bytes
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
-from draftcore_sdk.suite import Suite, bound, offer_of, once
+from draftcore_sdk.suite import Suite, bound, offer_of, once, slow
 from draftcore_sdk.workbench import (
     ANSWER,
     GREEDY,
@@ -72,9 +72,10 @@ class Training(Suite):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run tests with the options of the suite, and quick ones with each of the offer's examples."""
-        owners, test = type(self).__mro__, metafunc.function.__name__
-        slow = any(hasattr(vars(owner).get(test), "once") for owner in owners)
-        if "bench" in metafunc.fixturenames and not slow:
+        name = metafunc.function.__name__
+        tests = [vars(owner)[name] for owner in type(self).__mro__ if name in vars(owner)]
+        alone = any(hasattr(test, mark) for test in tests for mark in ("once", "slow"))
+        if "bench" in metafunc.fixturenames and not alone:
             examples = offer_of(self.plugin, "algorithm", self.name).examples
             named = [", ".join(f"{name}={x}" for name, x in one.items()) for one in examples]
             if named:
@@ -443,7 +444,7 @@ class Training(Suite):
 
     # ------------------------------------------------------------ capability `compile`
 
-    @once
+    @slow
     def test_compile_gives_one_graph_for_all_batches_and_the_same_loss(self, bench: Bench) -> None:
         """As `train.compile` does: what depends on a batch's values stays outside of the forward."""
         bench.require("compile")
@@ -705,7 +706,7 @@ class AlgorithmSuite(Drafting, Training):
 
     # ------------------------------------------------------------ the command line
 
-    @once
+    @slow
     def test_runs_decode_losslessly_and_resume_to_the_same_bits(self, bench: Bench) -> None:
         """Offline, whole and evaluated on the way the one; the other colocated, in two processes, and
 

@@ -190,15 +190,23 @@ class Result:
 
     @property
     def words(self) -> str:
-        return self.test.removeprefix("test_").replace("_", " ")
+        return words(self.test)
 
     @property
     def cause(self) -> str:
         return self.message.partition("\n")[0]
 
 
-def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) -> Iterator[Result]:
+def words(test: str) -> str:
+    return test.removeprefix("test_").replace("_", " ")
+
+
+def run(
+    checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT, *flags: str
+) -> Iterator[Result]:
     """Run the suites in a child process; yield each test as it begins, and its result as it ends.
+
+    `flags` are those of `reporter`: `--quick`, `--only=TEST`. Raises UsageError where there is no such test.
 
     A child that dies, or hangs for `limit` seconds, is a failure of the test it was in. Raises
     DraftcoreError where pytest itself gives up.
@@ -212,12 +220,16 @@ def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) 
             (folder / f"test_{number}.py").write_text(source)
         (folder / "pytest.ini").write_text("[pytest]\n")
         running = ""
-        flags = ["--tb=long" if traceback else "--tb=native", f"--limit={limit}"]
+        flags = ("--tb=long" if traceback else "--tb=native", f"--limit={limit}", *flags)
         with open(folder / "log", "w+") as log, _child(folder, log, flags) as (child, lines):
             for line in map(json.loads, lines):
+                if names := [words(name) for name in line.get("names", ())]:
+                    listed = "\n  ".join(["there are:", *names])
+                    raise UsageError(f"no test has these words in its name\n  {listed}")
                 running = line.get("started", "")
                 if running:
-                    yield _result(running, "running", 0.0)
+                    message = "slow, so --quick leaves it out" * line["slow"]
+                    yield _result(running, "running", 0.0, message=message)
                 else:
                     yield _result(**line if traceback else {**line, "traceback": ""})
             status = child.wait()
@@ -335,7 +347,12 @@ class Report:
             yield from ("", self.checks[number].title)
             failed: list[Result] = []
             for _, cases in groupby(tests, key=lambda result: result.test):
-                found = [case for case in cases if self._ended(case)]
+                found = []
+                for case in cases:
+                    if self._ended(case):
+                        found.append(case)
+                    elif case.message and not found:
+                        yield f"  ...      {case.words}: {case.message}"
                 self.results += found
                 wrong = [case for case in found if case.outcome == "failed"]
                 failed += [] if any(case.traceback for case in wrong) else wrong[:1]

@@ -17,7 +17,7 @@ import pytest
 from draftcore_disagg.launcher import Job, Launcher
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore_sdk.suite import Suite
+from draftcore_sdk.suite import Suite, slow
 
 SOON = 300.0  # seconds within which it comes on a busy machine
 # A process of the job: `role`, `rank`, `note(name)` leaves a file, `count(name)` says how many did.
@@ -121,6 +121,7 @@ elif count("producer") == 2:
             trial.run(program, producers=1)
         assert len(trial.left("producer")) == 1
 
+    @slow
     def test_a_signal_reaches_the_ranks_which_end_as_they_like(self, trial: Trial) -> None:
         program = f"""
 def save(*_):
@@ -151,6 +152,7 @@ time.sleep(999)
         finally:
             signal.signal(signal.SIGHUP, before_all)
 
+    @slow
     def test_producers_come_and_go_while_the_run_goes_on(self, trial: Trial) -> None:
         program = f"""
 def leave(*_):
@@ -172,6 +174,7 @@ sys.exit(count("left") - 2)
 """
         assert trial.run(program, producers=1) == 0
 
+    @slow
     def test_nothing_is_left_of_a_run_that_ended(self, trial: Trial) -> None:
         program = """
 if role == "producer":

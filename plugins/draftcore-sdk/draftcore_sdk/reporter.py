@@ -22,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report-to", type=int, required=True, help="file descriptor to write to")
     parser.addoption("--end-with", type=int, required=True, help="descriptor that the reader holds")
     parser.addoption("--limit", type=float, required=True, help="seconds that a test may take")
+    parser.addoption("--quick", action="store_true", help="leave out slow tests")
+    parser.addoption("--only", default="", help="part of the names of the tests to run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,10 +46,24 @@ class Reporter:
         self.file, self.limit = os.fdopen(descriptor, "w", encoding="utf-8"), limit
         self.log = os.dup(sys.stderr.fileno())  # what pytest captures of a test is lost with it
         self.worst: dict[str, Any] = {}
+        self.slow: set[str] = set()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
+        """Leave out what was not asked for; tell the names of all tests where none was asked for."""
+        names, only = [item.originalname for item in items], config.getoption("--only")
+        items[:] = [item for item in items if "_".join(only.split()) in item.name]
+        if not items:
+            self._write({"names": list(dict.fromkeys(names))})
+        slow = [item for item in items if hasattr(item.function, "slow")]
+        if config.getoption("--quick"):
+            for item in slow:
+                item.add_marker(pytest.mark.skip(reason="slow, left out by --quick"))
+        else:
+            self.slow = {item.nodeid for item in slow}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.worst = {"test": nodeid, "outcome": "passed", "seconds": 0.0}
-        self._write({"started": nodeid})
+        self._write({"started": nodeid, "slow": nodeid in self.slow})
         faulthandler.dump_traceback_later(self.limit, exit=True, file=self.log)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

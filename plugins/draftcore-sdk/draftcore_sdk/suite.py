@@ -22,11 +22,11 @@ if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
 HOOKS |= {"images": "image_processor"}
-Test = TypeVar("Test")
+T = TypeVar("T")
 
 
-def once(test: Test) -> Test:
-    """Mark a standard test that an offer's `examples` do not repeat: it is slow, or of the defaults."""
+def once(test: T) -> T:
+    """Mark a standard test that an offer's `examples` do not repeat, as they do not slow ones."""
     vars(test)["once"] = True
     return test
 
@@ -72,6 +72,12 @@ class Suite:
 def _excused(test: Any) -> bool:
     marks = getattr(test, "pytestmark", ())
     return any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
+
+
+def slow(test: T) -> T:
+    """Mark a standard test that takes long: it is announced, and `check-plugin --quick` leaves it out."""
+    vars(test)["slow"] = True
+    return test
 
 
 def registry_of(plugin: str) -> Registry:

@@ -39,6 +39,12 @@ def describe(): return [Offer("graph-plugin", "mine")]
 @hookimpl
 def graph_plugin(name, options): {body}
 """
+LAUNCHER = """
+@hookimpl
+def describe(): return [Offer("launcher", "mine")]
+@hookimpl
+def launcher(): ...
+"""
 WRAPPERS = """
 @hookimpl(wrapper=True)
 def graph_backend(name):
@@ -184,6 +190,20 @@ def test_a_wrapper_is_tried_around_what_is_there_and_what_is_not_tried_is_said(
     assert "FAIL" not in plugins
     assert "FAIL     what was not captured cannot run\n" in report
     assert report.endswith("\nnot tried, so test it yourself: a wrapper of read_export\n")
+
+
+def test_a_part_of_the_tests_is_run_and_a_slow_one_is_announced_or_left_out(loose: Loose) -> None:
+    loose.write(LAUNCHER)
+    slow = "nothing is left of a run that ended"
+    lines = loose.check("--only", "nothing is left").output.splitlines()[1:5]
+    announced = f"  ...      {slow}: slow, so --quick leaves it out"
+    assert lines == ["", "launcher mine", announced, f"  FAIL     {slow}"]
+    quick = loose.check("--quick", "--only", "test_nothing_is_left").output
+    assert f"  skipped  {slow}: slow, left out by --quick\n" in quick
+    none = loose.check("--only", "nothing is right")
+    assert none.exit_code == 2
+    assert "in its name\n  there are:\n  it is listed as ready\n" in none.stderr
+    assert f"\n  {slow}\n" in none.stderr
 
 
 def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
