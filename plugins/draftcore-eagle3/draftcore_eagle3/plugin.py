@@ -6,7 +6,9 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
-CAPABILITIES = "compile disagg layout:serving served:sglang served:vllm sglang:EAGLE3 vllm:eagle3"
+CAPABILITIES = (
+    "compile disagg distils layout:serving served:sglang served:vllm sglang:EAGLE3 vllm:eagle3"
+)
 
 
 @hookimpl
