@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
-# Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
 EXAMPLE = {
     "layers": [9, 0, 4], "draft_vocab_size": 200, "fc_norm": True, "norm_output": True,
     "supervise": "predicted", "num_attention_heads": 6, "num_key_value_heads": 3, "ttt_length": 3,
     "num_drafts": 4,
 }  # fmt: skip
-CAPABILITIES = "compile disagg layout:serving served:sglang served:vllm sglang:EAGLE3 vllm:eagle3"
+# Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
+CAPABILITIES = "compile disagg distils layout:serving served:sglang served:vllm "
+CAPABILITIES += "sglang:EAGLE3 vllm:eagle3"
 
 
 @hookimpl

@@ -40,12 +40,14 @@ from torch.nn import functional
 from draftcore.contracts.algorithm import Draft, DraftBatch, SampleId, StepContext
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.captures import of_the_process
+from draftcore_sdk.causality import Causality
 from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.memory import watched_bytes
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
 from draftcore_sdk.suite import Suite, bound, offer_of, once, slow
+from draftcore_sdk.taught import Taught
 from draftcore_sdk.workbench import (
     ANSWER,
     GREEDY,
@@ -521,7 +523,7 @@ class Training(Suite):
         require_same_output(ours, theirs, "from its checkpoint and without, the draft has")
 
 
-class AlgorithmSuite(Drafting, Training):
+class AlgorithmSuite(Taught, Drafting, Causality, Training):
     """The behaviour of an algorithm, opened through its plugin, from the basic to the compound."""
 
     # ------------------------------------------------------------ capability `disagg`

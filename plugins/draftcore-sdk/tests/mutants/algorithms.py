@@ -1,5 +1,7 @@
 """Wrong algorithms: the one that `new-plugin` writes, and promises added, with what each does otherwise."""
 
+from dataclasses import replace
+
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.new_plugin import render
 
@@ -171,6 +173,8 @@ ChainDraft.forward(batch):
     return StepOutput(above / below.clamp(min=1), (below > 0).to(below.dtype), counts)
 == counts_padding: test_padding_and_order_in_a_batch_do_not_change_the_loss
 denominator + weight * number => denominator + weight * counting.numel()
+== cuts_long_rows: test_rows_may_be_of_more_than_512_tokens_and_of_one: its end does not count
+mask_BT[:, k + 1 :] => mask_BT[:, k + 1 :].where(torch.arange(tokens_BT.shape[1])[k + 1 :] < 512, False)
 == weighs_by_place_in_the_batch: test_padding_and_order_in_a_batch_do_not_change_the_loss
 ChainDraft.forward(batch): return scaled(super().forward(batch), batch.loss_mask_BT[0].sum())
 == adds_means_as_metrics: test_loss_and_metrics_are_ratios_of_finite_scalars
@@ -319,4 +323,33 @@ ChainDraft.forward(batch):
 ChainDraft.forward(batch): return torch.manual_seed(1) and super().forward(batch)
 """
 
-MUTANTS = Mutants(AlgorithmSuite, RIGHT, wrong(WRONG), BODY)
+# It learns the target's distribution of a token instead of the token.
+DISTILS = """
+"cross_entropy", "layout:serving", => "distils", "layout:serving",
+init_linears(module) => vars(module).update(capped=target.capped), init_linears(module)
+functional.cross_entropy(logits_RV, labels_R, => functional.cross_entropy(logits_RV, self.taught(batch, k),
+ChainDraft.taught(batch, k):
+    state_BTH = batch.features["last_hidden"][:, k:-1].to(self.compute_dtype)
+    return self.capped(state_BTH @ self.head.T).softmax(-1).flatten(0, 1)
+"""
+WITH = "test_training_minimises_the_cross_entropy_with_the_targets_distribution"
+DISTILLING = f"""
+== distils: passes {WITH}
+== sees_one_future_row: test_the_loss_reads_nothing_that_comes_after_what_it_predicts: sees the future
+state_BTH = self.enter(batch.features) => state_BTH = self.enter(batch.features).roll(-1, 1)
+== distils_from_logits_without_a_cap: {WITH}: the soft cap of the target's logits is forgotten
+module).update(capped=target.capped) => module).update(capped=lambda logits: 2 * logits)
+"""
+
+MUTANTS = Mutants(
+    AlgorithmSuite,
+    RIGHT,
+    {
+        **wrong(WRONG),
+        **{
+            name: replace(mutant, change=DISTILS.strip("\n") + "\n" + mutant.change)
+            for name, mutant in wrong(DISTILLING).items()
+        },
+    },
+    BODY,
+)
