@@ -259,15 +259,16 @@ class Training(Suite):
         assert not same, "what is drawn depends on samples' ids or epochs, not on `context.seed`"
 
     def test_collate_leaves_its_samples_and_the_loss_its_batch_alone(self, bench: Bench) -> None:
-        before, given = [contents(sample.__dict__) for sample in bench.varied], [*bench.varied]
+        samples = dataclasses.replace(bench).varied  # made anew: the others were collated before
+        before, given = [contents(sample.__dict__) for sample in samples], [*samples]
         batch = bench.hook.collate(samples=given, options=bench.options)
-        same = [sample.id for sample in given] == [sample.id for sample in bench.varied]
+        same = [sample.id for sample in given] == [sample.id for sample in samples]
         assert same, "it changes its list of samples"
         collated = contents(batch.__dict__)
         bench.measure(batch)
         require_same_bits(contents(batch.__dict__), collated)
         assert not any(value.requires_grad for value in batch.features.values())
-        for sample, old in zip(bench.varied, before, strict=True):
+        for sample, old in zip(samples, before, strict=True):
             require_same_bits(contents(sample.__dict__), old)
 
     def test_the_loss_leaves_the_draft_as_it_is(self, bench: Bench) -> None:
@@ -482,8 +483,7 @@ class Training(Suite):
         self, bench: Bench
     ) -> None:
         """As `train.precision: bf16` computes: products under autocast, weights and sums in fp32."""
-        draft, batch = bench.begun, bench.batch
-        draft.module.train()
+        draft, batch = bench.shaken(0.1), bench.batch  # what has learned has no loss to speak of
         plain = bench.measure(batch, draft=draft)
         with torch.autocast("cpu", torch.bfloat16):
             mixed = bench.measure(batch, draft=draft)
@@ -741,8 +741,8 @@ class AlgorithmSuite(Taught, Drafting, Causality, Training):
 # gradient's norm (2026-12). What is wrong in kind differs by 1e-3 and more.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 5e-6, 1e-5
 
-# bf16 keeps 8 bits. Our own algorithms differ by 0.0012 in the loss and by 0.027 in a gradient (2026-11).
-HALF_LOSS, HALF_GRADIENT = 0.01, 0.25
+# bf16 keeps 8 bits. Our own algorithms differ by 6e-4 in the loss and by 0.02 of a gradient (2026-11).
+HALF_LOSS, HALF_GRADIENT = 0.01, 0.1
 
 ROUNDED = "numbers are rounded to float32 on the way, as by `.float()`: promote them instead"
 DETACHED = (
