@@ -1,8 +1,8 @@
 """The pytest plugin of `check-plugin`: writes a JSON line before and after each test to a pipe.
 
 It runs in the process that pytest has to itself. A test's last line comes after its teardown and
-says the worst of its three phases. A test that takes too long ends the process, with a traceback of
-all threads. When the process that reads is gone, however it ended, all that was started here ends.
+says the worst of its three phases. When the process that reads is gone, however it ended, all that
+was started here ends.
 """
 
 import faulthandler
@@ -14,6 +14,8 @@ import threading
 from typing import Any
 
 import pytest
+
+from draftcore_sdk import limits
 
 ORDER = ("passed", "skipped", "xfailed", "failed")
 
@@ -27,8 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    reporter = Reporter(config.getoption("--report-to"), config.getoption("--limit"))
-    config.pluginmanager.register(reporter)
+    config.pluginmanager.register(Reporter(config.getoption("--report-to")))
+    limits.LIMIT = config.getoption("--limit")  # suites are imported later
     held = config.getoption("--end-with")
     threading.Thread(target=end_with, args=(held,), daemon=True).start()
 
@@ -42,8 +44,8 @@ def end_with(held: int) -> None:
 class Reporter:
     """Collects the phases of the test that runs."""
 
-    def __init__(self, descriptor: int, limit: float) -> None:
-        self.file, self.limit = os.fdopen(descriptor, "w", encoding="utf-8"), limit
+    def __init__(self, descriptor: int) -> None:
+        self.file = os.fdopen(descriptor, "w", encoding="utf-8")
         self.log = os.dup(sys.stderr.fileno())  # what pytest captures of a test is lost with it
         self.worst: dict[str, Any] = {}
         self.slow: set[str] = set()
@@ -64,7 +66,6 @@ class Reporter:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.worst = {"test": nodeid, "outcome": "passed", "seconds": 0.0}
         self._write({"started": nodeid, "slow": nodeid in self.slow})
-        faulthandler.dump_traceback_later(self.limit, exit=True, file=self.log)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome, why = judge(report)
@@ -75,7 +76,6 @@ class Reporter:
             self.worst |= {"outcome": outcome, **why}
 
     def pytest_runtest_logfinish(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
         self._write(self.worst)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -56,7 +56,7 @@ def check_plugin(
     traceback = ctx.find_root().params.get("traceback", False)
     flags = [f"--only={only}", *["--quick"] * quick]
     try:
-        for line in report.lines(watched(check.run(report.checks, traceback, check.LIMIT, *flags))):
+        for line in report.lines(watched(check.run(report.checks, traceback, flags))):
             if not as_json:
                 click.echo(line)
     except KeyboardInterrupt:
