@@ -398,7 +398,7 @@ def test_lines(cases: Sequence[Result]) -> Iterator[str]:
     alike = [case for case in cases if case.outcome == outcome]
     some = f"{len(alike)} of " if len(alike) < len(cases) else ""
     count = f" ({some}{len(cases)})" if len(cases) > 1 else ""
-    reason = f": {alike[0].message}" if outcome in ("skipped", "xfailed") else ""
+    reason = f": {alike[0].message}" if outcome != "failed" and alike[0].message else ""
     yield f"  {SHOWN[outcome]:7}  {alike[0].words}{count}{reason}"
     if outcome == "failed":
         causes: dict[tuple[str, ...], list[str]] = {}

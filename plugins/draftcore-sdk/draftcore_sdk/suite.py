@@ -26,6 +26,12 @@ HOOKS |= {"images": "image_processor"}
 T = TypeVar("T")
 
 
+def once(test: T) -> T:
+    """Mark a standard test that an offer's `examples` do not repeat, as they do not slow ones."""
+    vars(test)["once"] = True
+    return test
+
+
 class Suite:
     """What all suites share: a subclass says which plugin, which of its offers, which options.
 

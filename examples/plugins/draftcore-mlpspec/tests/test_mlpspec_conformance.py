@@ -1,6 +1,4 @@
-"""What every plugin and every algorithm must do: both offers, and untied heads."""
-
-from typing import ClassVar
+"""What every plugin and every algorithm must do: both offers."""
 
 from draftcore_mlpspec.algorithm import MlpSpec
 from draftcore_sdk.algorithms import AlgorithmSuite
@@ -14,11 +12,6 @@ class TestPlugin(PluginSuite):
 
 class TestChain(AlgorithmSuite):
     plugin, name = "draftcore_mlpspec.plugin", "mlpspec"
-
-
-class TestUntied(AlgorithmSuite):
-    plugin, name = "draftcore_mlpspec.plugin", "mlpspec"
-    options: ClassVar = {"tied": False, "scale_input": False}
 
 
 class TestTree(AlgorithmSuite):
