@@ -7,8 +7,8 @@ plugin also says where it lies, so that the command line can load it.
 Capabilities switch tests on (`compile`, `disagg`, `layout:NAME`, `served:NAME`) and off:
 `split_dependent` for a loss that is a mean over its micro-batch, `stop_gradient` for one whose
 weights depend on the draft and are held constant in the gradient. What a drafter makes of what it is
-told is in `drafting`. Sets of options that an offer names as `examples` are tried beside those of the
-subclass, by the tests that are quick.
+told is in `drafting`, what a loss may read in `causality`, and that the two agree in `taught`. Sets of
+options that an offer names as `examples` are tried beside those of the subclass, by the quick tests.
 """
 
 from __future__ import annotations

@@ -33,17 +33,12 @@ class Causality(Suite):
         read, says = Reading.of(bench), bench.offer.capabilities
         last = LEARNED[-1] + read.offset
         for name in [*read.text.features, "token_ids"]:
-            first = last - 1
-            if name == "token_ids":
-                first = last + ("distils" not in says)
-            elif name in LABELS and "cross_entropy" not in says:
-                first = last
-            places, seen = range(first, TOKENS), list[int]()
+            label, seen = name in LABELS and "cross_entropy" not in says, list[int]()
+            first = last if label or name == "embeddings" else last - 1
+            first = last + ("distils" not in says) if name == "token_ids" else first
             if read.moves(name, first):
-                seen = [place for place in places if read.moves(name, place, place + 1)] or [
-                    *places
-                ]
-            elif name == "last_hidden" and "distils" in says:
+                seen = [at for at in range(first, TOKENS) if read.moves(name, at, at + 1)]
+            elif name == "last_hidden" and "distils" in says:  # as a state, not as a label
                 seen = [last - 1] * read.moves(name, last - 1, last, UNHEARD)
             assert not seen, (
                 f"training sees the future: the loss of token {last} reads {name} of token "
@@ -90,19 +85,17 @@ class Reading:
         draft, text = bench.shaken(0.3), learning(bench.texts[1], TOKENS, LEARNED)
         for dtype in STILL:  # not every draft computes in fp64
             draft.module.to(dtype)
-            features = {
-                name: value.to(dtype) if value.is_floating_point() else value
-                for name, value in text.features.items()
+            wide = {
+                n: x.to(dtype) if x.is_floating_point() else x for n, x in text.features.items()
             }
-            read = cls(bench, draft, dataclasses.replace(text, features=features))
+            read = cls(bench, draft, dataclasses.replace(text, features=wide))
             try:
                 read.plain = read.loss(read.text)
                 break
             except (DraftcoreError, RuntimeError):
                 if dtype == torch.float32:
                     raise
-        there = 0 < abs(float(read.plain)) < math.inf
-        assert there, f"with wide random weights the loss is {read.plain}"
+        assert read.plain.isfinite(), f"with wide random weights the loss is {read.plain}"
         return read
 
     @torch.no_grad()
@@ -111,14 +104,13 @@ class Reading:
 
     def moves(self, name: str, start: int, stop: int = TOKENS, width: int | None = None) -> bool:
         """Say whether the loss is another one with other features, or tokens, at some places."""
-        features = dict(self.text.features)
-        changed = (self.text.token_ids_T if name == "token_ids" else features[name]).clone()
+        values = {**self.text.features, "token_ids": self.text.token_ids_T}
+        changed = values[name].clone()
         part = changed[start:stop, :width] if changed.ndim > 1 else changed[start:stop]
         part.copy_(-part if changed.is_floating_point() else (part + 7) % 256)
-        if name in features:
-            text = dataclasses.replace(self.text, features={**features, name: changed})
-        else:
-            text = dataclasses.replace(self.text, token_ids_T=changed)
+        values[name] = changed
+        tokens_T = values.pop("token_ids")
+        text = dataclasses.replace(self.text, token_ids_T=tokens_T, features=values)
         gap = abs(float(self.loss(text) - self.plain))
         return not gap <= STILL[self.plain.dtype] * abs(float(self.plain))
 

@@ -157,7 +157,7 @@ class Drafting(Suite):
             mean_BK = q.square().sum(-1)
             excess += float((of_BK - mean_BK)[counted_BK].sum())
             variance += float((q.pow(3).sum(-1) - mean_BK.square())[counted_BK].sum())
-        sigmas = excess / math.sqrt(variance)
+        sigmas = excess / (math.sqrt(variance) or 1)
         assert abs(sigmas) < 5, (
             f"drafts that count are {abs(sigmas):.1f} sigma {'more' if excess > 0 else 'less'} probable "
             "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"

@@ -22,7 +22,7 @@ class TestTree(AlgorithmSuite):
     ) -> None:
         """With a draft that has learned a little."""
         draft, rounds = bench.build(), []
-        bench.train(draft, steps=10)
+        bench.train(draft, steps=6)
         chain = MlpSpec(bench.options).drafter(draft, bench.example.spec.load_model())
         for drafter in (chain, bench.drafter(draft)):
             found = bench.decode(draft, bench.example.prompts, drafter)
