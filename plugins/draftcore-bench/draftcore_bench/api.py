@@ -39,9 +39,8 @@ def bench(
     chosen = choose(prompts, limit, registry or draftcore.load_plugins())
     sampling = {"max_tokens": max_tokens, "temperature": temperature}
     urls = {DRAFT: (url, "URL")} | ({PLAIN: (plain, "--plain")} if plain else {})
-    report = Report(
-        {"prompts": list(prompts), "asked": len(chosen), "repeats": repeats, **sampling}
-    )
+    about = {"prompts": [*prompts], "asked": len(chosen), "repeats": repeats, **sampling}
+    report = Report(about)
 
     async def work() -> None:
         async with AsyncExitStack() as servers:
@@ -50,10 +49,8 @@ def bench(
                 sides[side] = server = Server(address, option, model or "", key_env)
                 servers.push_async_callback(server.close)
                 await server.look()
-                told = {"url": server.url, "model": server.model, "engine": server.engine}
-                report.about[side] = told
-            total = len(concurrency) * repeats * len(sides)
-            with Progress(total, verb="measured") as progress:
+                report.about[side] = {k: getattr(server, k) for k in ("url", "model", "engine")}
+            with Progress(len(concurrency) * repeats * len(sides), verb="measured") as progress:
                 async for made in measure(sides, chosen, concurrency, repeats, sampling, progress):
                     report.rounds.append(made)
 

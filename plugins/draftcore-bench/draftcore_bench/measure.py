@@ -12,7 +12,7 @@ from typing import Any
 
 from draftcore.errors import DraftcoreError
 from draftcore.progress import Progress
-from draftcore_bench.drafts import MADE, Drafts
+from draftcore_bench.drafts import Drafts, counted
 from draftcore_bench.prompts import Prompt
 from draftcore_bench.server import Answer, Failure, Server
 
@@ -61,8 +61,7 @@ async def measure(
         for side, server in sides.items():
             await run(server, Round(side, level), asked[:level], warm)
         for repeat in range(repeats):
-            order = list(sides.items())
-            for side, server in order if repeat % 2 == 0 else reversed(order):
+            for side, server in list(sides.items())[:: -1 if repeat % 2 else 1]:
                 yield await run(server, Round(side, level), asked, sampling)
                 progress.show(done := done + 1)
 
@@ -93,14 +92,13 @@ async def run(
     if not made.answers:
         (reason, _), *_ = made.failures.most_common(1)
         raise DraftcoreError(f"{server.url} answers no request: {reason}\n  look at its log")
-    after = await server.counters()
+    grew = await server.counters() - before
     told = [answer.drafts for answer in made.answers if answer.drafts is not None]
     if told:
         for answer in made.answers:  # one that tells nothing was not drafted for
             answer.drafts = answer.drafts or Drafts()
         made.drafts = sum(told, Drafts())
     elif not made.failures:  # counters have also what those made that failed
-        made.drafts = Drafts.counted(before, after, made.drafted_for)
-    grew = sum(after.get(name, 0.0) - before.get(name, 0.0) for name in MADE)
-    made.others = not made.failures and grew > OTHERS * made.tokens
+        made.drafts = counted(grew, made.drafted_for)
+    made.others = not made.failures and grew["made"] > OTHERS * made.tokens
     return made

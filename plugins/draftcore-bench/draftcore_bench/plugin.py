@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 AT_LEAST_1 = click.IntRange(1)
 FOLDER = click.Path(file_okay=False, path_type=Path)
-FAR = "humaneval", "gsm8k", "hf", "math-500", "mt-bench"
+# What a set takes to be read, by capabilities.
+SETS = {"own": "", "files": "place", "hf": "place"}
+SETS |= dict.fromkeys(("gsm8k", "humaneval", "math-500", "mt-bench"), "hub")
 
 
 @click.command(
@@ -50,8 +53,6 @@ def bench(ctx: click.Context, /, url: str, as_json: bool, **options: Any) -> Non
     The server is asked with 1, 2, ... 64 requests at once, in turn with the one of --plain. The exit status
     is 1 where requests failed; what was measured is printed, after Ctrl-C, too.
     """
-    import json
-
     from draftcore_bench.report import lines
 
     report = api.bench(url, **options, registry=ctx.obj)
@@ -65,9 +66,7 @@ def bench(ctx: click.Context, /, url: str, as_json: bool, **options: Any) -> Non
 
 @hookimpl
 def describe() -> Sequence[Offer]:
-    far = frozenset({"hub"})
-    sets = {"own": frozenset[str](), "files": frozenset({"place"}), **dict.fromkeys(FAR, far)}
-    return [Offer("prompts", name, has) for name, has in sets.items()]
+    return [Offer("prompts", name, frozenset({takes} - {""})) for name, takes in SETS.items()]
 
 
 @hookimpl

@@ -19,22 +19,16 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...]
 
 
-@dataclass(frozen=True)
-class Published:
-    """Where a published set lies on the Hub, which column has the question, and what stands before it."""
-
-    place: str
-    columns: tuple[str, ...]
-    instruction: str = ""
-
-
+# Published sets: where each lies on the Hub, what stands before its questions, and their column.
 PUBLISHED = {
-    "mt-bench": Published("hf:HuggingFaceH4/mt_bench_prompts?split=train", ("turns", "prompt")),
-    "humaneval": Published(
-        "hf:openai/openai_humaneval?split=test", ("prompt",), "Complete this Python function.\n\n"
+    "mt-bench": ("hf:HuggingFaceH4/mt_bench_prompts?split=train", "", "turns", "prompt"),
+    "humaneval": (
+        "hf:openai/openai_humaneval?split=test",
+        "Complete this Python function.\n\n",
+        "prompt",
     ),
-    "gsm8k": Published("hf:openai/gsm8k?config=main&split=test", ("question",)),
-    "math-500": Published("hf:HuggingFaceH4/MATH-500?split=test", ("problem",)),
+    "gsm8k": ("hf:openai/gsm8k?config=main&split=test", "", "question"),
+    "math-500": ("hf:HuggingFaceH4/MATH-500?split=test", "", "problem"),
 }
 
 
@@ -44,9 +38,9 @@ def read_prompts(name: str, uri: str) -> Sequence[Prompt]:
     A published question of several turns is asked up to the first. A prompt's category is that of its
     row, within its set.
     """
-    place, published = uri.partition(":")[2], PUBLISHED.get(name)
+    place, published = uri.partition(":")[2], PUBLISHED.get(name, ())
     if published:
-        place = place or published.place
+        place = place or published[0]
     elif bool(place) == (name == "own"):
         raise UsageError(
             f"{uri!r} names no prompts\n  write own, files:FILE or hf:ORG/NAME?split=test"
@@ -56,7 +50,7 @@ def read_prompts(name: str, uri: str) -> Sequence[Prompt]:
     above = name if published else "" if name == "own" else Path(place.partition("?")[0]).stem
     prompts = []
     for where, row in rows_at(place):
-        messages = asked(where, row, published)
+        messages = asked(where, row, *published[1:])
         prompts.append(Prompt("/".join(filter(None, (above, row.get("category")))), messages))
     if not prompts:
         raise UsageError(f"there is no prompt in {place}\n  give conversations, one a line")
@@ -76,21 +70,24 @@ def rows_at(place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             raise UsageError(f"{where} is no object of JSON\n  correct the line") from None
 
 
-def asked(where: str, row: Any, published: Published | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages of a row, up to its last user's turn. Raises UsageError for one that has none."""
+def asked(
+    where: str, row: Any, instruction: str = "", *columns: str
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages of a row, up to its last user's turn. Raises UsageError for one that has none.
+
+    Of a published set it is the text in one of these columns, the first if there are several.
+    """
     from draftcore_data.conversations import Conversation, parse_row
 
-    if published:
-        texts = [row[column] for column in published.columns if row.get(column)]
+    if columns:
+        texts = [row[column] for column in columns if row.get(column)]
         text = next((t if isinstance(t, str) else t[0] for t in texts), "")
-        row = {"messages": [{"role": "user", "content": published.instruction + text}] * bool(text)}
+        row = {"messages": [{"role": "user", "content": instruction + text}] * bool(text)}
     parsed = parse_row(where, row)
     messages = parsed.messages if isinstance(parsed, Conversation) else ()
     while messages and messages[-1]["role"] != "user":
         messages = messages[:-1]
     if not messages:
-        columns = (
-            " or ".join(published.columns) if published else "a conversation with a user's turn"
-        )
-        raise UsageError(f"{where} asks nothing\n  each row has to have {columns}")
+        form = " or ".join(columns) or "a conversation with a user's turn"
+        raise UsageError(f"{where} asks nothing\n  each row has to have {form}")
     return messages

@@ -14,7 +14,7 @@ from draftcore_eval.plots import figure, save
 
 from draftcore.errors import plural
 from draftcore.files import write_atomic
-from draftcore_bench.drafts import Drafts
+from draftcore_bench.drafts import Drafts, acceptance
 from draftcore_bench.measure import Round
 from draftcore_bench.server import Answer
 
@@ -49,7 +49,7 @@ class Report:
         categories = dict.fromkeys(a.category for made in self.rounds for a in made.answers)
         return {
             "about": self.about,
-            "acceptance": acceptance(self.of(DRAFT)),
+            "acceptance": accepted(self.of(DRAFT)),
             "levels": [self._level(level) for level in levels],
             "categories": {name: self._category(name, levels[0]) for name in categories},
             "failures": self.failures,
@@ -60,15 +60,18 @@ class Report:
         """Return the figures with so many requests at once. Rounds that follow each other are compared."""
         sides = {side: rounds for side in (DRAFT, PLAIN) if (rounds := self.of(side, level))}
         pairs = zip(*sides.values(), strict=False) if PLAIN in sides else ()
-        gains = [faster([draft], [plain]) for draft, plain in pairs]
+        gains = [speed([draft]) / speed([plain]) for draft, plain in pairs]
         figures = {side: side_figures(rounds) for side, rounds in sides.items()}
         return {"concurrency": level, **figures, "speed_up": spread(gains) if gains else None}
 
     def _category(self, name: str, level: int) -> dict[str, Any]:
         """Return what was accepted of a category, and how much faster its requests were at this level."""
-        drafted, plain = (of_category(name, self.of(side, level)) for side in (DRAFT, PLAIN))
-        gain = faster(drafted, plain) if drafted and plain else None
-        return {"acceptance": acceptance(of_category(name, self.of(DRAFT))), "speed_up": gain}
+        everywhere, drafted, plain = (
+            [answer for made in rounds for answer in made.answers if answer.category == name]
+            for rounds in (self.of(DRAFT), self.of(DRAFT, level), self.of(PLAIN, level))
+        )
+        gain = speed(drafted) / speed(plain) if drafted and plain else None
+        return {"acceptance": accepted(everywhere), "speed_up": gain}
 
     def _notes(self) -> Iterator[str]:
         """Yield what a person should know before believing the figures."""
@@ -102,17 +105,13 @@ class Report:
 def side_figures(rounds: Sequence[Round]) -> dict[str, Any]:
     answers = [answer for made in rounds for answer in made.answers]
     return {
-        "tokens_per_second": spread(made.tokens / made.seconds for made in rounds),
+        "tokens_per_second": spread(speed([made]) for made in rounds),
         "first_token_seconds": spread((answer.first for answer in answers), 10, 90),
         "request_seconds": spread((answer.seconds for answer in answers), 10, 90),
-        "acceptance": acceptance(rounds),
+        "acceptance": accepted(rounds),
         "requests": len(answers),
         "failed": sum(made.failures.total() for made in rounds),
     }
-
-
-def of_category(name: str, rounds: Sequence[Round]) -> list[Answer]:
-    return [answer for made in rounds for answer in made.answers if answer.category == name]
 
 
 def spread(values: Iterable[float], low: int = 0, high: int = 100) -> dict[str, float]:
@@ -121,27 +120,16 @@ def spread(values: Iterable[float], low: int = 0, high: int = 100) -> dict[str, 
     return dict(zip(("low", "median", "high"), map(float, found), strict=True))
 
 
-def faster(draft: Sequence[Round | Answer], plain: Sequence[Round | Answer]) -> float:
-    """Return how many times as many tokens a second there were with the draft."""
-    with_it, without = (
-        sum(x.tokens for x in s) / sum(x.seconds for x in s) for s in (draft, plain)
-    )
-    return with_it / without
+def speed(measured: Sequence[Round | Answer]) -> float:
+    """Return the tokens a second of rounds, or of answers."""
+    return sum(x.tokens for x in measured) / sum(x.seconds for x in measured)
 
 
-def acceptance(measured: Iterable[Round | Answer]) -> dict[str, Any] | None:
-    """Return what was accepted where that is told: the length as `draftcore eval` counts it, and shares."""
+def accepted(measured: Iterable[Round | Answer]) -> dict[str, Any] | None:
+    """Return what was accepted in rounds, or of answers, where that is told."""
     told = [(m.drafted_for, m.drafts) for m in measured if m.drafts is not None]
-    if not told:
-        return None
-    tokens, drafts = sum(tokens for tokens, _ in told), sum((d for _, d in told), Drafts())
-    rounds = max(1, drafts.all_rounds(tokens))
-    return {
-        "length": tokens / rounds,
-        "rounds": rounds,
-        "of_drafted": drafts.accepted / drafts.drafted if drafts.drafted else None,
-        "by_position": [count / rounds for count in drafts.by_position],
-    }
+    drafts = sum((drafts for _, drafts in told), Drafts())
+    return acceptance(drafts, sum(tokens for tokens, _ in told)) if told else None
 
 
 def lines(data: Mapping[str, Any]) -> Iterator[str]:

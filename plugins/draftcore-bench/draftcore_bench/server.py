@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from draftcore_data.conversing import as_asked
 from draftcore_data.endpoints import base_url
 
 from draftcore.errors import UsageError, nearest, one_line, raised
-from draftcore_bench.drafts import Counters, Drafts, read_counters
+from draftcore_bench.drafts import Drafts, read_counters, told
 from draftcore_bench.prompts import Prompt
 
 LONGEST = 600.0  # seconds of an answer
@@ -124,13 +124,13 @@ class Server:
         except BAD_FORM as error:
             raise Failure(f"no stream of a chat completion: {raised(error)}") from None
 
-    async def counters(self) -> Counters:
+    async def counters(self) -> Counter[str]:
         """Read the server's counters; none where it tells none."""
         try:
             response = await self._client.get(self.url.removesuffix("/v1") + "/metrics")
             return read_counters(response.text)
         except httpx2.TransportError:
-            return {}
+            return Counter()
 
     def _said(self, response: httpx2.Response) -> str:
         """Return what a server says of an error; some repeat the key. Raises UsageError for a wrong key."""
@@ -156,10 +156,10 @@ def counts(last: Sequence[str]) -> tuple[int, int, int, Drafts | None]:
         raise Failure(f"an error in the stream: {one_line(errors[0], 200)}")
     if "[DONE]" not in last:
         raise Failure("the answer was cut off")
-    usages = [event["usage"] for event in events if event.get("usage")]
-    if not usages:
-        raise Failure("the server does not count tokens: its stream has no usage")
-    told = [drafts for event in events if (drafts := Drafts.told(event)) is not None]
-    made, prompt = (int(usages[-1].get(f"{kind}_tokens") or 0) for kind in ("completion", "prompt"))
-    cached = (usages[-1].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return made, prompt, int(cached), told[-1] if told else None
+    usage: Any = next((e["usage"] for e in reversed(events) if e.get("usage")), {})
+    if not usage.get("completion_tokens"):
+        raise Failure("an empty answer, or its stream has no usage, which counts its tokens")
+    drafts = [found for event in events if (found := told(event)) is not None]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    prompt = usage.get("prompt_tokens") or 0
+    return usage["completion_tokens"], prompt, cached, drafts[-1] if drafts else None

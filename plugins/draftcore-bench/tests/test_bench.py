@@ -53,6 +53,17 @@ def test_a_server_that_tells_nothing_is_measured_and_said_to_tell_nothing(
     assert "add --plain URL" in text
 
 
+def test_a_prompt_set_of_ones_own_is_a_loose_file(serve: Serve, tmp_path: Path) -> None:
+    """The one that the README shows."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (file := tmp_path / "haiku.py").write_text(readme.partition("```python\n")[2].split("```")[0])
+    command = ["--plugin", str(file), "bench", (server := serve("sglang")).url, "--repeats", "1"]
+    done = CliRunner().invoke(main, [*command, "--concurrency", "1", "--prompts", "haiku"])
+    assert done.exit_code == 0, done.output
+    assert "  verse                   3.00\n" in done.stdout
+    assert "Write a haiku about bread." in {body["text"] for body in server.asked}
+
+
 def test_both_sides_answer_the_same_prompts_in_turn_and_no_prompt_is_kept(
     serve: Serve, questions: Path, tmp_path: Path
 ) -> None:
