@@ -51,7 +51,9 @@ def read_prompts(name: str, uri: str) -> Sequence[Prompt]:
     prompts = []
     for where, row in rows_at(place):
         messages = asked(where, row, *published[1:])
-        prompts.append(Prompt("/".join(filter(None, (above, row.get("category")))), messages))
+        prompts.append(
+            Prompt("/".join(filter(None, (above, str(row.get("category") or "")))), messages)
+        )
     if not prompts:
         raise UsageError(f"there is no prompt in {place}\n  give conversations, one a line")
     return prompts
