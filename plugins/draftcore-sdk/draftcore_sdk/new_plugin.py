@@ -33,6 +33,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "capture": ("draftcore-hf", "torch"),
     "channel": ("draftcore-disagg",),
     "launcher": ("draftcore-disagg",),
+    "engine": ("draftcore-eval",),
+    "prompts": ("draftcore-bench",),
     "graph": ("torch",),
     "graph-plugin": ("draftcore-graphs", "torch"),
 }

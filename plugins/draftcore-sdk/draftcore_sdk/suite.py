@@ -132,7 +132,7 @@ def bound(
 def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:
     """Open what a plugin offers through its hook, as a run does; the only one of its kind for ''."""
     binding = bound(plugin, kind, name, data)
-    if kind not in ("store", "channel", "source", "images"):
+    if kind not in ("store", "channel", "source", "images", "prompts"):
         given["options"] = binding.options
     return getattr(binding.hook, HOOKS.get(kind, kind))(name=binding.offer.name, **given)
 
