@@ -18,7 +18,6 @@ from draftcore_llamacpp.methods import Method, draft_keys, draft_tensors, method
 class Converted:
     """A draft's file: how llama.cpp drafts with it, and how many tokens a round must have, if it says."""
 
-    file: Path
     method: Method
     num_drafts: int | None
 
@@ -50,7 +49,7 @@ def write_draft(
     keys = draft_keys(method, config, export, int(text["num_hidden_layers"]))
     keys = {**targets.tokenizer_keys(target, tokenizer, int(text["vocab_size"])), **keys}
     write_gguf(file, method.name, keys, draft_tensors(method, config, export), kind)
-    return Converted(file, method, method.num_drafts(config))
+    return Converted(method, method.num_drafts(config))
 
 
 def write_target(target: Path, file: Path, kind: str = "f32") -> None:
