@@ -261,9 +261,9 @@ class CaptureSuite(Suite):
         require_same(features_of(other, batch(0)), before)
 
 
-def capture_target(folder: Path) -> Path:
-    """Write the target of this suite into `folder`."""
-    tiny_target(folder, hidden_size=WIDTH, num_hidden_layers=LAYERS)
+def capture_target(folder: Path, **shape: Any) -> Path:
+    """Write the target of this suite into `folder`; `shape` is what an engine's kernels want of it."""
+    tiny_target(folder, hidden_size=WIDTH, num_hidden_layers=LAYERS, **shape)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # A norm that does more than scale: another weight for each of the state's numbers.
