@@ -48,6 +48,7 @@ class Conversation:
     where: str
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    category: str = ""
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ def _conversation(
             left.add(key)  # a conversation's own system turn stays
     tools = _listed(row, "tools") if row.get("tools") else []
     _require(all(isinstance(t, Mapping) for t in tools), "tools is not a list of objects")
-    return Conversation(where, messages, tuple(tools))
+    return Conversation(where, messages, tuple(tools), str(row.get("category", "")))
 
 
 def _listed(row: Mapping[str, Any], key: str) -> list[Any]:

@@ -363,6 +363,13 @@ def _hash(*parts: bytes, size: int = 16) -> bytes:
     return hashlib.blake2b(b"".join(parts), digest_size=size).digest()
 
 
+@dataclass(frozen=True)
+class Asked(Prompts):
+    """Prompts with the `category` that each one's row names; '' where it names none."""
+
+    categories: Sequence[str] = ()
+
+
 def read_prompts(
     sources: Sources,
     tokenizer: PreTrainedTokenizerFast,
@@ -372,7 +379,7 @@ def read_prompts(
     find: Find = open_files,
     date: str = "",
     positions: int | None = None,
-) -> Prompts:
+) -> Asked:
     """Read what at most `limit` conversations ask of the model in their last assistant turn.
 
     A prompt over `max_length` tokens is left out, never cut: a cut one asks something else. So is one
@@ -380,7 +387,7 @@ def read_prompts(
     `build_dataset` does, and when no prompt is left.
     """
     options, report = bounded(options, positions), DataReport(named(sources))
-    renderer, prompts = Renderer(tokenizer, options, date), dict[tuple[int, ...], None]()
+    renderer, prompts = Renderer(tokenizer, options, date), dict[tuple[int, ...], str]()
     for row in read_conversations(sources, limit, find, options.columns):
         try:
             if isinstance(row, BadRow):
@@ -391,7 +398,7 @@ def read_prompts(
                 raise RowError(reason, f"{len(prompt)} tokens")
             if prompt in prompts:
                 raise RowError("another row asks the same", f"{len(prompt)} tokens")
-            prompts[prompt] = None
+            prompts[prompt] = getattr(row, "category", "")
         except RowError as error:
             report.skipped.append(BadRow(row.where, *error.args))
     report.kept = len(prompts)
@@ -404,4 +411,4 @@ def read_prompts(
         "chat_template": renderer.template_hash,
         "left_out": dict(Counter(bad.reason for bad in report.skipped)),
     }
-    return Prompts(list(prompts), about)
+    return Asked(list(prompts), about, list(prompts.values()))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 # The shapes of rows: the key that each is known by, first which is looked for first, and those beside it.
-BESIDE = ("system", "system_prompt", "tools")
+BESIDE = ("system", "system_prompt", "tools", "category")
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "input_ids": ("loss_mask", "labels"),
     "messages": BESIDE,

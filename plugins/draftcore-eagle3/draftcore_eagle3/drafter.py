@@ -12,7 +12,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_eagle3.model import Eagle3Draft
+from draftcore_eagle3.model import DecoderLayer, Eagle3Draft
 
 
 @dataclass
@@ -39,6 +40,13 @@ class DraftState(CachedState):
     tokens_BP: Tensor
     start_B: Tensor
     counts_B: Tensor
+
+
+class NormedResidual(DecoderLayer):
+    """The layer as other EAGLE-3 drafts have it, which is not how ours are trained."""
+
+    def finish(self, hidden_H: Tensor, attended_AD: Tensor) -> Tensor:
+        return super().finish(self.hidden_norm(hidden_H), attended_AD)
 
 
 class Eagle3Drafter:
@@ -112,6 +120,16 @@ class Eagle3Drafter:
         state.counts_B.copy_(counts_B)
 
     select = staticmethod(select_rows)
+
+    def mistakes(self) -> Iterator[tuple[str, str, Eagle3Drafter]]:
+        """Yield what engines are known to compute otherwise, for `draftcore served`."""
+        other = copy.deepcopy(self.draft)
+        other.midlayer.__class__ = NormedResidual
+        yield (
+            "norm_before_residual: the residual takes the state after hidden_norm",
+            "set norm_before_residual to false in what the engine reads",
+            Eagle3Drafter(other, self.num_drafts, self.request.dtype),
+        )
 
     def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""

@@ -1,17 +1,21 @@
-"""The verb `eval` as a function."""
+"""The verbs `eval` and `served` as functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from draftcore import open_run
+from draftcore import export, open_run
 from draftcore.contracts.run import OpenDraft
-from draftcore.files import EXPORT
+from draftcore.errors import UsageError
+from draftcore.files import EXPORT, read_sealed
+from draftcore.options import apply_overrides
 
 if TYPE_CHECKING:
     from draftcore.options import Config
+    from draftcore_eval.served import Served
 
 
 def evaluate(
@@ -47,6 +51,59 @@ def evaluate(
                 say(line)
         run.report_runners(say)
         return list(reports.values())
+
+
+def served(
+    config: Config, *overrides: str, engine: str, draft: str | None = None,
+    checkpoint: Path | None = None, exported: Path | None = None, requests: int = 1,
+    dtype: str = "float32", options: Sequence[str] = (),
+    registry: Any = None, say: Callable[[str], object] = print,
+) -> list[Served]:  # fmt: skip
+    """Decode the eval prompts by an engine, and by our own decoder: is each draft served as trained?
+
+    `engine` is the name of one, or the URL of a server that runs; `options` are its own, as KEY=VALUE.
+    The newest checkpoint is exported and served, or that which is named; or an export that is there, beside
+    the checkpoint of its step. Raises DraftcoreError for an engine that does not answer all prompts.
+    """
+    from draftcore import open_draft
+    from draftcore_eval.causes import Variants
+    from draftcore_eval.evaluation import Decoding
+    from draftcore_eval.served import Asking, compare, named
+
+    if not 1 <= requests <= 1024:
+        raise UsageError(f"--requests {requests} is out of range\n  it is 1 to 1024")
+    apply_overrides(engine_options := dict[str, Any](), options)
+    asking = Asking(*named(engine), requests, engine_options)
+    given = (*overrides, f"target.dtype={dtype}", "eval.temperature=0")
+    with open_run(config, given, registry) as run, TemporaryDirectory() as folder:
+        evaluation, found = run.evaluation(), list[Any]()
+        if not isinstance(evaluation, Decoding):
+            raise UsageError("eval.name selects what does not decode\n  leave it out: decoding")
+        for chosen in run.chosen(draft, checkpoint=checkpoint, export=exported):
+            trained = checkpoint or checkpoint_of(exported, chosen)
+            built, origin = open_draft(chosen, trained, exported if trained is None else None)
+            prompts = evaluation.prompts_for(origin)
+            fresh = exported or Path(folder)
+            if "export" not in origin:  # the draft is read from its checkpoint
+                fresh = Path(folder, chosen.label or "draft")
+                place = {"draft": chosen.label or None, "checkpoint": trained, "out": fresh}
+                export(config, *given, **place, registry=registry, say=lambda line: None)
+            found.append(
+                compare(
+                    chosen, built, exported or fresh, fresh, prompts, evaluation.options, asking
+                )
+            )
+            for name, value in found[-1].lines():
+                say(f"{name:28}  {value}")
+        return found
+
+
+def checkpoint_of(exported: Path | None, draft: OpenDraft) -> Path | None:
+    """Return the checkpoint of an export's step, where the run still has it."""
+    if exported is None or not (manifest := exported / EXPORT).is_file():
+        return None
+    folder = draft.folder / "checkpoints" / f"step-{read_sealed(manifest)['step']:08}"
+    return folder if folder.is_dir() else None
 
 
 def card_lines(

@@ -173,21 +173,10 @@ def evaluate_prompts(
     as text for the report. Raises DraftcoreError where the output differs from the reference by more
     than a tie.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    clock, ties, results = Clock(), list[Tie](), dict[int, Decoded]()
-    runner.reserve(min(config.batch, len(prompts)), _max_len(runner, prompts, config))
-    for start in range(0, len(order), config.batch):
-        rows = order[start : start + config.batch]
-        batch, seed = [prompts[i] for i in rows], config.seed + start
-        decoded = speculate(runner, batch, config.model_copy(update={"seed": seed}), clock)
-        if config.temperature == 0:
-            references = runner.target.generate(batch, config.max_new_tokens)
-            for output, reference in zip(decoded, references, strict=True):
-                ties += resolve_ties(runner, output, reference, config)
-        results.update(zip(rows, decoded, strict=True))
-        show(len(results))
+    clock = Clock()
+    decoded, ties = decode(runner, prompts, config, show, clock)
     return Report.count(
-        [results[i] for i in range(len(prompts))],
+        decoded,
         runner.drafter.num_drafts,
         depth_of(runner.drafter),
         text,
@@ -197,6 +186,31 @@ def evaluate_prompts(
         verify_seconds=clock.verify / max(1, clock.rounds),
         plain_seconds=plain_step_seconds(runner, prompts[: config.batch], config),
     )
+
+
+def decode(
+    runner: DecodeRunner, prompts: Prompts, config: EvalOptions,
+    show: Callable[[int], None] = lambda done: None, clock: Clock | None = None, *,
+    check: bool = True,
+) -> tuple[list[Decoded], list[Tie]]:  # fmt: skip
+    """Decode prompts in batches of like length; greedy ones are compared with `generate`, on `check`.
+
+    Returns what was decoded, in the order of the prompts, and the ties. Raises as `resolve_ties` does.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    ties, results = list[Tie](), dict[int, Decoded]()
+    runner.reserve(min(config.batch, len(prompts)), _max_len(runner, prompts, config))
+    for start in range(0, len(order), config.batch):
+        rows = order[start : start + config.batch]
+        batch, seed = [prompts[i] for i in rows], config.seed + start
+        decoded = speculate(runner, batch, config.model_copy(update={"seed": seed}), clock)
+        if check and config.temperature == 0:
+            references = runner.target.generate(batch, config.max_new_tokens)
+            for output, reference in zip(decoded, references, strict=True):
+                ties += resolve_ties(runner, output, reference, config)
+        results.update(zip(rows, decoded, strict=True))
+        show(len(results))
+    return [results[i] for i in range(len(prompts))], ties
 
 
 @torch.inference_mode()

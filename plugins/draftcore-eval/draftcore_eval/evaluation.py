@@ -58,14 +58,13 @@ class Decoding:
             )
         return prompts
 
-    def evaluate(self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]) -> Report:
-        """Decode the eval prompts with a draft, for real.
+    def prompts_for(self, origin: Mapping[str, Any]) -> Prompts:
+        """Read the eval prompts, all that `eval.prompts` lets, for a draft that comes from `origin`.
 
         Raises UsageError without such prompts, and where they are written with another chat template
-        than the rows that the draft was trained on; DraftcoreError where nothing was drafted.
+        than the rows that the draft was trained on.
         """
-        run, options = self.run, self.options
-        prompts = self.prompts(options.prompts or 0)
+        prompts = self.prompts(self.options.prompts or 0)
         then, now = origin.get("chat_template"), prompts.about.get("chat_template")
         if then and now and then != now:
             raise UsageError(
@@ -73,6 +72,15 @@ class Decoding:
                 "the rows that the draft was trained on\n"
                 "  set data.chat_template and data.template_options as in the run that trained it"
             )
+        return prompts
+
+    def evaluate(self, draft: OpenDraft, built: Draft, origin: Mapping[str, Any]) -> Report:
+        """Decode the eval prompts with a draft, for real.
+
+        Raises as `prompts_for` does, and DraftcoreError where nothing was drafted.
+        """
+        run, options = self.run, self.options
+        prompts = self.prompts_for(origin)
         ids, text = prompts.token_ids, None
         with suppress(UsageError):  # a target may know token ids alone
             text = run.target.load_tokenizer().decode

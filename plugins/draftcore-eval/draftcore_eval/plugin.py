@@ -26,9 +26,9 @@ def describe() -> Sequence[Offer]:
 
 @hookimpl
 def commands() -> Sequence[click.Command]:
-    from draftcore_eval.verb import verb
+    from draftcore_eval.verb import served, verb
 
-    return [verb]
+    return [verb, served]
 
 
 @hookimpl

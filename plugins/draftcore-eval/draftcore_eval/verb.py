@@ -1,4 +1,4 @@
-"""The verb `eval`."""
+"""The verbs `eval` and `served`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from draftcore_eval.api import evaluate
+from draftcore.errors import ExitStatus
+from draftcore_eval import api
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 
@@ -35,7 +36,7 @@ def verb(
     error, not a statistic.
     """
     say = (lambda line: None) if as_json else click.echo
-    reports = evaluate(config, *overrides, registry=ctx.obj, say=say, **options)
+    reports = api.evaluate(config, *overrides, registry=ctx.obj, say=say, **options)
     if as_json:
         from draftcore import load_config  # which imports pydantic
 
@@ -44,3 +45,35 @@ def verb(
         data = [report.to_json() for report in reports]
         by_draft = dict(zip(labels, data, strict=True)) if labels else data[0]
         click.echo(json.dumps(by_draft, indent=1))
+
+
+@click.command(epilog="For example: draftcore served run.yaml --engine llamacpp eval.prompts=20")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--engine", required=True, metavar="NAME|URL",
+    help="An engine that is started, such as llamacpp, or the URL of a server that runs.",
+)  # fmt: skip
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Of the engine.")
+@click.option("--requests", default=1, show_default=True, help="Prompts decoded at once there.")
+@click.option("--dtype", default="float32", show_default=True, help="Of both sides.")
+@click.option("--draft", help="One of the run's `drafts`; all if not given.")
+@click.option("--checkpoint", type=FOLDER, help="A step-* folder, or best; else the newest.")
+@click.option("--export", "exported", type=FOLDER, help="Serve this export, not one made anew.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, a list.")
+@click.pass_context
+def served(
+    ctx: click.Context, /, config: Path, overrides: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Decode the eval prompts on an engine, and compare it with the trained draft.
+
+    Outputs and rounds are compared with those of our own decoder, prompt by prompt. Where they differ, the
+    first token is shown at which they do, and the known mistake that gives the engine's rounds; then the
+    exit status is 1.
+    """
+    say = (lambda line: None) if as_json else click.echo
+    found = api.served(config, *overrides, registry=ctx.obj, say=say, **options)
+    if as_json:
+        click.echo(json.dumps([one.to_json() for one in found], indent=1))
+    if not all(one.as_trained for one in found):
+        ctx.exit(ExitStatus.FAILED)

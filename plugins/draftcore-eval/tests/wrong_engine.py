@@ -1,0 +1,139 @@
+"""Engines that decode by our own decoder, each with the mistake that its name says; a one-file plugin."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftcore_eval.decode import EagerRunner, speculate
+from draftcore_eval.engines import Answer, Serving
+from draftcore_eval.options import EvalOptions
+from torch import nn
+
+from draftcore import hookimpl, open_run
+from draftcore.contracts.offers import Offer
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def lower(config: dict[str, Any]) -> None:
+    config[IDS] = [layer - 1 for layer in config[IDS]]
+    config["eagle_config"][IDS] = [layer - 1 for layer in config["eagle_config"][IDS]]
+
+
+def other_base(config: dict[str, Any]) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1e6
+
+
+def pairs(module: Any) -> None:
+    for part in (module.midlayer.self_attn.q_proj, module.midlayer.self_attn.k_proj):
+        heads = part.weight.data.unflatten(0, (-1, 8, 2))
+        part.weight.data = torch.stack([heads[:, :, 0], heads[:, :, 1]], 1).flatten(0, 2)
+
+
+def four_bits(module: Any) -> None:
+    weight = module.lm_head.weight.data
+    for start in range(0, weight.shape[1], 32):
+        block = weight[:, start : start + 32]
+        scale = block.abs().max(1, keepdim=True).values / 7
+        weight[:, start : start + 32] = (block / scale).round() * scale
+
+
+def normed_residual(module: Any) -> None:
+    layer, finish = module.midlayer, module.midlayer.finish
+    layer.finish = lambda hidden, attended: finish(layer.hidden_norm(hidden), attended)
+
+
+def in_bfloat16(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.bfloat16()
+
+
+Change = Callable[[Any], object]
+# What is changed in config.json, and in the draft that is read.
+CONFIGS: dict[str, Change] = {
+    "lower-layers": lower,
+    "other-rope": other_base,
+    "fed-back-normed": lambda config: config.update(norm_output=True),
+    "causal": lambda config: config.update(is_causal=True),
+    "mask-token": lambda config: config["dflash_config"].update(mask_token_id=0),
+    "short-block": lambda config: config.update(block_size=4),
+}
+MODULES: dict[str, Change] = {
+    "no-norm": lambda m: setattr(m.midlayer, "hidden_norm", nn.Identity()),
+    "unread-norm": lambda m: m.norm.weight.data.fill_(1),
+    "unordered-rows": pairs,
+    "residual": normed_residual,
+    "vocabulary": lambda m: m.d2t.zero_(),
+    "bfloat16": in_bfloat16,
+    "quantised-head": four_bits,
+}
+NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy")
+
+
+@hookimpl
+def describe() -> list[Offer]:
+    return [Offer("engine", name) for name in NAMES]
+
+
+@functools.cache
+def opened(target: Path) -> Any:
+    """Open a run with the target, whose model is read once."""
+    place = {"path": str(target), "dtype": "float32", "device": "cpu"}
+    drafts = {name: {"algorithm": {"name": name}} for name in ("eagle3", "dflash")}
+    config = {"run": "none", "target": place, "drafts": drafts, "data": {"train": "none"}}
+    manager = open_run(config)
+    return manager, manager.__enter__()
+
+
+class Wrong:
+    """An engine with one mistake, if any."""
+
+    def __init__(self, name: str, serving: Serving) -> None:
+        self.name, self.run, self.runner = name, opened(serving.target)[1], None
+        self.model = self.run.target.load_model()
+        if serving.export is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            export = Path(shutil.copytree(serving.export, folder, dirs_exist_ok=True))
+            config = json.loads((file := export / "config.json").read_text())
+            CONFIGS.get(name, lambda given: None)(config)
+            file.write_text(json.dumps(config))
+            kind = "dflash" if "dflash_config" in config else "eagle3"
+            drafts = serving.num_drafts - (name == "fewer-drafts") if kind == "eagle3" else None
+            algorithm = self.run.bind("algorithm", kind, {"num_drafts": drafts})
+            built = algorithm.hook.import_draft(
+                folder=export, target=self.run.target, options=algorithm.options
+            )
+        MODULES.get(name, lambda given: None)(built.module)
+        drafter = algorithm.hook.drafter(draft=built, target=self.model, options=algorithm.options)
+        self.runner = EagerRunner(self.model, drafter)
+
+    def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Answer:
+        prompt = [256, *prompt] if self.name == "begins" else prompt
+        if self.runner is None:
+            (tokens,) = self.model.generate([prompt], max_new_tokens)
+            return Answer(tuple(tokens), len(tokens) - 1)
+        (found,) = speculate(self.runner, [prompt], EvalOptions(max_new_tokens=max_new_tokens))
+        if self.name == "short":
+            found.tokens.pop()
+        if self.name == "lossy":
+            found.tokens[-1] ^= 1
+        by_position = (
+            sum(n > k for n in found.accepted) for k in range(self.runner.drafter.num_drafts)
+        )
+        return Answer(tuple(found.tokens), len(found.accepted), tuple(by_position))
+
+    def close(self) -> None:
+        """The target is kept for the next."""
+
+
+@hookimpl
+def engine(name: str, serving: Serving) -> Wrong:
+    return Wrong(name, serving)
