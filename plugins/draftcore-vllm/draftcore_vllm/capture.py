@@ -198,7 +198,7 @@ class Source:
         self.memory = tempfile.TemporaryDirectory(prefix="draftcore-vllm-", dir=place)
         self.folder = Path(self.memory.name)
         ours = arguments(self.target, self.options) | capturing(self.layers, self.folder)
-        self.server = StartedServer(ours, self.options, "capture.options")
+        self.server = StartedServer(ours, self.options, "capture.options.")
 
     def leave(self) -> None:
         """End one use; with the last one ends what was started."""

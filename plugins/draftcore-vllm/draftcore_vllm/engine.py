@@ -32,9 +32,7 @@ class VllmEngine:
             self.server = Server(serving.url, options.timeout)
             self.server.look()
         else:
-            self.server = StartedServer(
-                arguments(serving, options), options, "the engine's options"
-            )
+            self.server = StartedServer(arguments(serving, options), options, "--option ")
         try:
             self._require_fit(serving)
         except BaseException:
@@ -113,7 +111,7 @@ def method_of(export: Path) -> str:
     except (OSError, ValueError, KeyError):
         raise UsageError(
             f"{export} does not say what kind of draft it holds: {EXPORT} is not there, or was altered\n"
-            "  set `method` of the engine's options: eagle3, dflash"
+            "  set --option method=NAME: eagle3, dflash"
         ) from None
     name = algorithm["name"]
     offers = load_plugins().find("algorithm", name, algorithm["plugin"]).offers
@@ -123,5 +121,5 @@ def method_of(export: Path) -> str:
             return word.removeprefix("vllm:")
     raise UsageError(
         f"vLLM does not serve a draft of {name!r}: its algorithm names no `vllm:METHOD`\n"
-        "  serve it by another engine, or set `method` of the engine's options"
+        "  serve it by another engine, or set --option method=NAME"
     )

@@ -118,22 +118,22 @@ class Server:
 
 
 class StartedServer(Server):
-    """A server that is started here, by the Python of another environment; `key` names its options.
+    """A server that is started here, by the Python of another environment.
 
-    Raises UsageError for a Python without the vLLM that this was tested with, and DraftcoreError with
-    the cause where it does not start.
+    `key` stands before an option's name. Raises UsageError for a Python without the vLLM that this was
+    tested with, and DraftcoreError with the cause where it does not start.
     """
 
     def __init__(self, arguments: Mapping[str, Any], options: Started, key: str) -> None:
         python = os.path.expanduser(options.python or sys.executable)
-        require_vllm(python, f"{key}.python")
+        require_vllm(python, f"{key}python")
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}", options.timeout)
         ours = {
             **arguments, "kv_cache_memory_bytes": parse_size(options.kv_cache), "host": "127.0.0.1",
             "port": port, "served_model_name": "target", "uvicorn_log_level": "warning",
         }  # fmt: skip
-        command = [python, "-m", LAUNCHER, *flags(ours, options.args, f"{key}.args")]
+        command = [python, "-m", LAUNCHER, *flags(ours, options.args, f"{key}args")]
         self.beside = tempfile.TemporaryDirectory(prefix="draftcore-vllm-")
         self.log = Path(self.beside.name, "log")
         self.child = Child("vLLM", command, self.log, dict(ENVIRONMENT))
@@ -172,8 +172,14 @@ class StartedServer(Server):
         code = self.child.code
         state = f"does not answer: {why}" if code is None else f"has ended, with status {code}"
         text = regular(self.log).read_text(encoding="utf-8", errors="replace")
-        causes = [*dict.fromkeys(CAUSE.findall(text))] or self.child.tail().splitlines()
-        return ServerAway("\n  ".join([f"vLLM {state}", *map(one_line, causes[-6:])]))
+        causes = [*dict.fromkeys(CAUSE.findall(text))][-6:]
+        return ServerAway(
+            "\n  ".join([f"vLLM {state}", *map(one_line, causes or self._tail(code))])
+        )
+
+    def _tail(self, code: int | None) -> list[str]:
+        """Return the end of the log, unless a signal ended the server, of which it says nothing."""
+        return [] if code is not None and code < 0 else self.child.tail(6).splitlines()
 
 
 def require_vllm(python: str, key: str) -> None:
