@@ -71,9 +71,12 @@ class VllmCapture:
             self.source.leave()
 
     def _row(self, tokens: Sequence[int]) -> dict[str, Tensor]:
-        return self._captured(list(map(int, tokens)))[0]
+        dtype: torch.dtype = getattr(torch, self.request.dtype)
+        return self._captured(list(map(int, tokens)), dtype)[0]
 
-    def _captured(self, tokens: list[int], **more: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _captured(
+        self, tokens: list[int], dtype: torch.dtype, **more: Any
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Capture a row; return its features and the answer."""
         server = self.source.server
         try:
@@ -101,10 +104,12 @@ class VllmCapture:
                 f"the server at {server.url} captured {len(states_TLH)} states of {len(found)} tokens, "
                 f"for a row of {len(tokens)}"
             )
-        return self._features(states_TLH, told["layers"]), answer
+        return self._features(states_TLH, told["layers"], dtype), answer
 
-    def _features(self, states_TLH: Tensor, layers: Sequence[int]) -> dict[str, Tensor]:
-        dtype, features = getattr(torch, self.request.dtype), dict[str, Tensor]()
+    def _features(
+        self, states_TLH: Tensor, layers: Sequence[int], dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        features = dict[str, Tensor]()
         for name, layer in self.layers.items():
             state_TH = states_TLH[:, layers.index(layer)]
             if name == "last_hidden":
@@ -123,7 +128,7 @@ class VllmCapture:
                     "  set `folder` to where the server writes, as this machine reaches it"
                 )
             time.sleep(0.002)
-        tensors = load_file(regular(file))
+        tensors: dict[str, Tensor] = load_file(regular(file))
         file.unlink()
         return tensors
 
@@ -135,16 +140,13 @@ class VllmCapture:
         expected = selftest.reference(self.target, self.request, prompt, "vLLM")
         self.source.start()
         try:
-            found, answer = self._captured(prompt, logprobs=0)
+            found, answer = self._captured(prompt, self.target.dtype, logprobs=0)
         except RequestRefused as error:
             raise UsageError(f"a short prompt was not captured: {error}") from error
         if self.norm is not None:
             choice = answer["choices"][0]
             theirs = torch.tensor(choice["logprobs"]["token_logprobs"][:1])
-            state_H, tokens = (
-                found["last_hidden"][-1].to(self.target.dtype),
-                choice["token_ids"][:1],
-            )
+            state_H, tokens = found["last_hidden"][-1], choice["token_ids"][:1]
             selftest.require_own_head(self.target, state_H, theirs, "vLLM", tokens)
         selftest.require_same(self.target, found, expected or {}, "vLLM")
         self.source.tested = True
@@ -182,7 +184,8 @@ class Source:
         self, target: TargetSpec, layers: frozenset[int], options: VllmOptions | ServerOptions
     ) -> None:
         self.target, self.layers, self.options = target, layers, options
-        self.users, self.tested, self.server = 0, False, cast(Server, None)
+        self.users, self.tested, self.folder = 0, False, Path()
+        self.server = cast(Server, None)
         self.memory: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:

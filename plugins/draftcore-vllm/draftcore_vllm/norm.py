@@ -41,7 +41,7 @@ def final_norm(target: TargetSpec) -> nn.Module:
         if isinstance(layers, nn.ModuleList) and len(layers) == target.num_layers
     )
     decoder, layers = next(stacks, (model, ""))
-    norms = {
+    norms: dict[str, nn.Module] = {
         name: module
         for name, module in decoder.named_children()
         if (weights := [*module.parameters()]) and all(w.shape == width for w in weights)
@@ -55,7 +55,8 @@ def final_norm(target: TargetSpec) -> nn.Module:
                 stored = {key: read(files[place], place) for key, place in places.items()}
                 held = {key: value.to(target.dtype) for key, value in stored.items()}
                 norm.load_state_dict(held, assign=True)
-                return norm.requires_grad_(False)
+                norm.requires_grad_(False)
+                return norm
     raise UsageError(
         f"of {target.path!r} it cannot be told which is the final norm, whose input vLLM captures\n"
         f"  candidates in {type(decoder).__name__}: {', '.join(norms) or 'none'}\n"

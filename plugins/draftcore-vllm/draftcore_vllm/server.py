@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -92,6 +93,8 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
+        timer = threading.Timer(self.timeout, cut, [connection])  # of the whole exchange
+        timer.start()
         try:
             connection.request(verb, path, body, headers)
             answer = connection.getresponse()
@@ -99,6 +102,7 @@ class Server:
         except (OSError, ValueError, HTTPException) as error:
             raise self._away(raised(error)) from error
         finally:
+            timer.cancel()
             connection.close()
         if answer.status == 200:
             return said
@@ -195,6 +199,12 @@ def require_vllm(python: str, key: str) -> None:
     if not said.startswith(TESTED):
         has = f"vLLM {said}" if said else "no vLLM"
         raise UsageError(f"{python} has {has}\n  {remedy}")
+
+
+def cut(connection: HTTPConnection) -> None:
+    """End an exchange that another thread waits for."""
+    with suppress(OSError, AttributeError):  # it has a socket once it is connected
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def listens(port: int) -> bool:

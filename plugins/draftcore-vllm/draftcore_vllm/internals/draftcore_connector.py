@@ -28,7 +28,7 @@ class Copied:
         pass
 
 
-class Capture(ExampleHiddenStatesConnector):
+class Capture(ExampleHiddenStatesConnector):  # type: ignore[misc]  # none of vLLM's types is here
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -40,7 +40,8 @@ class Capture(ExampleHiddenStatesConnector):
     def _submit_async_write(self, pending: Any) -> None:
         cache = self._kv_cache
         if not self._is_tp_rank_zero or cache.is_cuda:
-            return super()._submit_async_write(pending)
+            super()._submit_async_write(pending)
+            return
         blocks = torch.tensor(pending.block_ids)
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
         states = extract_from_kv_cache(cache, slots, len(pending.token_ids)).contiguous()
