@@ -38,8 +38,9 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"  #
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "capture", "channel")
-KINDS += ("launcher", "graph", "graph-plugin")
+KINDS += ("launcher", "engine", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
+SERVED = "draftcore-eagle3"  # what engines are tried with
 # What takes these to run is tried when its dist or a contract changed: `follow` says which have.
 ENGINES = ("ray", "mooncake", "sglang", "trackers")
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
@@ -527,7 +528,7 @@ def authors(session: nox.Session) -> None:
 
     And plugins that come and go by pip.
     """
-    python = environment(session, "authors", "draftcore-sdk", LIBRARY)
+    python = environment(session, "authors", "draftcore-sdk", LIBRARY, SERVED)
     folder, built = ROOT / ".nox" / "written", ROOT / ".nox" / "examples"
     for place in (folder, built):
         shutil.rmtree(place, ignore_errors=True)

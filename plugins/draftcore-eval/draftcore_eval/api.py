@@ -68,7 +68,7 @@ def served(
     from draftcore import open_draft
     from draftcore_eval.causes import Variants
     from draftcore_eval.evaluation import Decoding
-    from draftcore_eval.served import Asking, compare, named
+    from draftcore_eval.served import Asking, compare, decode_here, named
 
     if not 1 <= requests <= 1024:
         raise UsageError(f"--requests {requests} is out of range\n  it is 1 to 1024")
@@ -88,11 +88,10 @@ def served(
                 fresh = Path(folder, chosen.label or "draft")
                 place = {"draft": chosen.label or None, "checkpoint": trained, "out": fresh}
                 export(config, *given, **place, registry=registry, say=lambda line: None)
-            found.append(
-                compare(
-                    chosen, built, exported or fresh, fresh, prompts, evaluation.options, asking
-                )
-            )
+            ids, categories = prompts.token_ids, getattr(prompts, "categories", ())
+            decoded = decode_here(chosen, built, ids, evaluation.options)
+            variants = Variants(chosen, fresh, ids, evaluation.options)
+            found.append(compare(variants, *decoded, exported or fresh, categories, asking))
             for name, value in found[-1].lines():
                 say(f"{name:28}  {value}")
         return found

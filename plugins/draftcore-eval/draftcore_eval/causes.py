@@ -25,15 +25,17 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.run import OpenDraft
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError
+from draftcore.files import regular, write_atomic
 from draftcore.progress import Progress
 from draftcore_eval.decode import EagerRunner, decode
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Decoded
 from draftcore_eval.runner import Prompts
 
-FEW = 2  # prompts that every mistake is tried on; those whose rounds fit are tried on all
+FEW = 3  # prompts that each mistake is tried on; one that gives the rounds of two is tried on all
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # RoPE bases of published targets
 EPS = (1e-6, 1e-5)
+SPECIAL = 16  # special tokens that may be put before a prompt, at most
 BLOCK = 32  # weights that share a scale where they are quantised, as in Q8_0
 # What a draft that cannot be computed so raises: it is left out.
 IMPOSSIBLE = (DraftcoreError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -102,14 +104,13 @@ class Variants:
         """Yield the mistakes that this draft can be drafted with, frequent ones first."""
         built, drafter = self._make(Mistake("", ""))
         target = self.draft.run.target
-        config = json.loads((self.export / "config.json").read_text(encoding="utf-8"))
+        config = read_config(self.export)
         yield from fed_otherwise(drafter, target.num_layers)
         yield from drafted_otherwise(drafter, self.draft.options, config)
         yield from read_otherwise(config, built.config, target)
         for cause, remedy, other in getattr(drafter, "mistakes", tuple)():
             yield Mistake(cause, remedy, drafter=partial(instead, other))
-        width = found(config, "head_dim") or 0
-        yield from computed_otherwise(built.module, int(width))
+        yield from computed_otherwise(built.module, int(value_in(config, "head_dim") or 0))
 
     def decode(self, mistake: Mistake, rows: Sequence[int], batch: int = 0) -> list[Decoded]:
         """Return what is decoded of prompts by their numbers, each once; raises one of IMPOSSIBLE."""
@@ -119,10 +120,8 @@ class Variants:
             runner = EagerRunner(self.draft.run.target.load_model(), drafter)
             options = self.options.model_copy(update={"batch": batch})
             prompts = [self.prompts[row] for row in missing]
-            for row, decoded in zip(
-                missing, decode(runner, prompts, options, check=False)[0], strict=True
-            ):
-                self.decoded[key, row] = decoded
+            found, _ = decode(runner, prompts, options, check=False)
+            self.decoded |= {(key, row): one for row, one in zip(missing, found, strict=True)}
         return [self.decoded[key, row] for row in rows]
 
     def rounded(self, rows: Sequence[int]) -> list[set[int]]:
@@ -130,38 +129,40 @@ class Variants:
         exact = Mistake("in double", "", module=lambda module: module.double())
         found = [set[int]() for _ in rows]
         for mistake, batch in ((exact, 0), (Mistake("", ""), 1)):
-            for rounds, decoded in zip(found, self.decode(mistake, rows, batch), strict=True):
-                rounds.add(len(decoded.accepted))
+            with suppress(*IMPOSSIBLE):
+                for rounds, decoded in zip(found, self.decode(mistake, rows, batch), strict=True):
+                    rounds.add(len(decoded.accepted))
         return found
 
     def explain(
         self, rounds: Mapping[int, int], own: Mapping[int, int]
     ) -> tuple[list[Mistake], str]:
-        """Return the mistakes after which each prompt takes the engine's `rounds`, and what is nearest.
+        """Return the mistakes that give an engine's `rounds`, by prompt, best; else which is nearest.
 
-        `own` are the rounds of the draft as it is. Nearest is the mistake that explains most prompts, if
-        it explains more than none does.
+        `own` are the rounds of the draft as it is. In a prompt of ten a rounding may have chosen otherwise,
+        and so in one of ten whose rounds are not its own.
         """
-        order = sorted(rounds, key=lambda row: (own[row] == rounds[row], len(self.prompts[row])))
-        fitting, nearest = list[Mistake](), (sum(own[row] == rounds[row] for row in rounds), "")
-        known = list(self.mistakes())
+        differ = [row for row in rounds if own[row] != rounds[row]]
+        few = sorted(differ, key=lambda row: len(self.prompts[row]))[:FEW]
+        known, fits = list(self.mistakes()), dict[int, set[int]]()
         with Progress(len(known), verb="trying causes") as progress:
-            for number, mistake in enumerate(known, 1):
-                fits = 0
+            for number, mistake in enumerate(known):
                 with suppress(*IMPOSSIBLE):
-                    if self._fits(mistake, rounds, order[:FEW]) == len(order[:FEW]):
-                        fits = self._fits(mistake, rounds, order)
-                if fits == len(order):
-                    fitting.append(mistake)
-                elif fits > nearest[0]:
-                    nearest = fits, mistake.cause
-                progress.show(number)
-        return fitting, nearest[1] and f"{nearest[1]} ({nearest[0]} of {len(rounds)} prompts)"
+                    if 3 * len(self._fits(mistake, rounds, few)) >= 2 * len(few):
+                        fits[number] = self._fits(mistake, rounds, [*rounds])
+                progress.show(number + 1)
+        most = max(map(len, fits.values()), default=0)
+        best = [(known[number], rows) for number, rows in fits.items() if len(rows) == most]
+        explained = min((len(rows & {*differ}) for _, rows in best), default=0)
+        if most and 10 * most >= 9 * len(rounds) and 10 * explained >= 9 * len(differ):
+            return [mistake for mistake, _ in best], ""
+        nearest = [mistake.cause for mistake, _ in best if most > len(rounds) - len(differ)]
+        return [], "".join(f"{cause} ({most} of {len(rounds)} prompts)" for cause in nearest[:1])
 
-    def _fits(self, mistake: Mistake, rounds: Mapping[int, int], rows: Sequence[int]) -> int:
-        """Return in how many prompts a mistake gives the engine's rounds."""
+    def _fits(self, mistake: Mistake, rounds: Mapping[int, int], rows: Sequence[int]) -> set[int]:
+        """Return in which prompts a mistake gives the engine's rounds."""
         decoded = zip(rows, self.decode(mistake, rows), strict=True)
-        return sum(len(found.accepted) == rounds[row] for row, found in decoded)
+        return {row for row, found in decoded if len(found.accepted) == rounds[row]}
 
     def _make(self, mistake: Mistake) -> tuple[Draft, Drafter]:
         """Read the export with a mistake; raises where it cannot be read so."""
@@ -175,10 +176,9 @@ class Variants:
             for file in self.export.iterdir():
                 Path(folder, file.name).symlink_to(file.resolve())
             if mistake.config:
-                config = json.loads((file := Path(folder, "config.json")).read_text())
-                mistake.config(config)
-                file.unlink()
-                file.write_text(json.dumps(config), encoding="utf-8")
+                mistake.config(config := read_config(self.export))
+                (file := Path(folder, "config.json")).unlink()
+                write_atomic(file, json.dumps(config))
             hook, options = bound.hook, bound.options
             given = {"folder": Path(folder), "target": run.target, "options": options}
             built: Draft = hook.import_draft(**given)
@@ -189,6 +189,11 @@ class Variants:
                 mistake.module(built.module)
         drafter: Drafter = hook.drafter(draft=built, target=model, options=options)
         return built, mistake.drafter(drafter) if mistake.drafter else drafter
+
+
+def read_config(export: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(regular(export / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 # ---------------------------------------------------------------- what a draft is fed, and how it drafts
@@ -258,7 +263,7 @@ def drafted_otherwise(
     if "num_drafts" in getattr(type(options), "model_fields", {}):
         cause = f"number of drafts: {own + 1} a round in place of {own}"
         yield Mistake(cause, advice, options={"num_drafts": own + 1})
-    if isinstance(size := found(config, "block_size"), int):
+    if isinstance(size := value_in(config, "block_size"), int):
         for rows in range(2, size):
             yield Mistake(
                 f"number of drafts: the block has {rows} rows, and was trained with {size}",
@@ -275,14 +280,14 @@ def read_otherwise(
     config: Mapping[str, Any], built: Mapping[str, Any], target: TargetSpec
 ) -> Iterator[Mistake]:
     """Yield other values of fields; `built` is the config of the draft that was read."""
-    text, own = target.text_config, found(config, "rope_theta")
+    text, own = target.text_config, value_in(config, "rope_theta")
     rope = dict(getattr(text, "rope_parameters", None) or {})
     for theta in dict.fromkeys((*THETAS, rope.get("rope_theta"))):
         if own and theta and float(theta) != float(own):
             yield taken(config, "rope_theta", theta, "rope base")
-    if found(config, "rope_type") not in (None, "default"):
+    if value_in(config, "rope_type") not in (None, "default"):
         yield taken(config, "rope_type", "default", "rope scaling")
-    if isinstance(mask := found(config, "mask_token_id"), int):
+    if isinstance(mask := value_in(config, "mask_token_id"), int):
         special = (getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
         for token in dict.fromkeys((0, mask - 1, mask + 1, target.vocab_size - 1, *special)):
             if isinstance(token, int) and token != mask and 0 <= token < target.vocab_size:
@@ -290,21 +295,21 @@ def read_otherwise(
     switches = {name for name, value in flat(config) if isinstance(value, bool)}
     for name in sorted({*switches, *({"is_causal"} & built.keys())}):
         word = "causality" if name == "is_causal" else name
-        values = (not found(config, name),) if name in switches else (True, False)
+        values = (not value_in(config, name),) if name in switches else (True, False)
         yield from (taken(config, name, value, word) for value in values)
-    if found(config, "sliding_window"):
+    if value_in(config, "sliding_window"):
         yield Mistake(
             "window: the engine ignores the sliding window, and attends to all",
             "serve by an engine that has sliding windows in drafts",
             config=unwindow,
         )
     for eps in EPS:
-        if found(config, "rms_norm_eps") not in (None, eps):
+        if value_in(config, "rms_norm_eps") not in (None, eps):
             yield taken(config, "rms_norm_eps", eps, "norm")
 
 
 def taken(config: Mapping[str, Any], name: str, value: Any, word: str) -> Mistake:
-    own = json.dumps(found(config, name))
+    own = json.dumps(value_in(config, name))
     return Mistake(
         f"{word}: the engine takes {name} for {json.dumps(value)}, the draft has {own}",
         f"set {name} to {own} in what the engine reads, or have it read the export's",
@@ -318,7 +323,7 @@ def flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from flat(value) if isinstance(value, dict) else [(name, value)]
 
 
-def found(config: Mapping[str, Any], name: str) -> Any:
+def value_in(config: Mapping[str, Any], name: str) -> Any:
     """Return a field's value, wherever it is nested; None without one."""
     return next((value for key, value in flat(config) if key == name), None)
 
@@ -336,7 +341,7 @@ def put(name: str, value: Any, config: dict[str, Any]) -> None:
 
 def unwindow(config: dict[str, Any]) -> None:
     put("sliding_window", None, config)
-    put("layer_types", ["full_attention"] * len(found(config, "layer_types")), config)
+    put("layer_types", ["full_attention"] * len(value_in(config, "layer_types")), config)
 
 
 # ---------------------------------------------------------------- what is computed with the weights
@@ -436,12 +441,16 @@ def quantise(names: Iterable[str], bits: int, module: nn.Module) -> None:
 # ---------------------------------------------------------------- what the target reads
 
 
+def begin_with(token: int, ids: Sequence[int]) -> list[int]:
+    return [token, *ids]
+
+
 def prompts_otherwise(tokenizer: Any) -> Iterator[tuple[str, Callable[[Sequence[int]], list[int]]]]:
     """Yield what an engine may make of a prompt's token ids, and how."""
-    named = [(f"a {n} token", getattr(tokenizer, f"{n}_token_id", None)) for n in ("bos", "eos")]
-    for name, token in (*named, ("token 0", 0), ("token 1", 1)):
+    special = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+    for token in dict.fromkeys([*special, *getattr(tokenizer, "all_special_ids", ())[:SPECIAL]]):
         if token is not None:
-            yield f"{name} ({token}) is put before them", partial(lambda t, ids: [t, *ids], token)
+            yield f"{token} is put before them", partial(begin_with, token)
     yield "the first is left out", lambda ids: [*ids[1:]]
     yield "the last is left out", lambda ids: [*ids[:-1]]
     yield "the last is repeated", lambda ids: [*ids, ids[-1]]

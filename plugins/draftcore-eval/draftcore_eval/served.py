@@ -29,6 +29,7 @@ from draftcore_eval.report import Decoded
 from draftcore_eval.runner import Prompts
 
 CONTEXTS = (128, 512, 2048, 8192, 32768)  # tokens of a prompt, below which it counts
+SHOWN = 3  # ties
 OWNERS = {"sglang": "sglang", "vllm": "vllm", "llamacpp": "llamacpp", "llama.cpp": "llamacpp"}
 
 
@@ -39,8 +40,9 @@ def named(engine: str) -> tuple[str, str | None]:
     """Return an engine's name, and the URL where that was given: its server says what it is."""
     if not engine.startswith(("http://", "https://")):
         return engine, None
+    engine = engine.rstrip("/").removesuffix("/v1")
     try:
-        with urllib.request.urlopen(f"{engine.rstrip('/')}/v1/models", timeout=30) as reply:
+        with urllib.request.urlopen(f"{engine}/v1/models", timeout=30) as reply:
             owner = str(json.load(reply)["data"][0].get("owned_by", ""))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
@@ -70,11 +72,8 @@ def ask(
     engine: Engine, name: str, prompts: Prompts, limit: int, requests: int, model: TargetModel
 ) -> list[Answer]:
     """Have prompts answered, so many at a time; raises DraftcoreError for an answer that is none."""
-    answers = list[Answer]()
-    with (
-        Progress(len(prompts), verb=f"decoding on {name}") as progress,
-        ThreadPoolExecutor(requests) as pool,
-    ):
+    answers, pool = list[Answer](), ThreadPoolExecutor(requests)
+    with Progress(len(prompts), verb=f"decoding on {name}") as progress, closing_at_once(pool):
         for answer in pool.map(lambda prompt: engine.decode(prompt, limit), prompts):
             tokens = tuple(getattr(answer, "tokens", ()))
             ended = len(tokens) == limit or (tokens and tokens[-1] in model.end_tokens)
@@ -87,6 +86,15 @@ def ask(
             answers.append(answer)
             progress.show(len(answers))
     return answers
+
+
+@contextmanager
+def closing_at_once(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Ask no more where the block ends, by an error above all."""
+    try:
+        yield
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------- what was found
@@ -214,8 +222,10 @@ class Served:
             if len(rows) < count:
                 yield name, both(self.lengths(rows))
         yield "outputs", f"{count - len(self.outputs)} of {count} are those of plain decoding"
-        for row, why in self.ties.items():
+        for row, why in list(self.ties.items())[:SHOWN]:
             yield "tie", f"prompt {row + 1}: {why}"
+        if len(self.ties) > SHOWN:
+            yield "ties", f"{len(self.ties)} in all"
         if self.first:
             first = self.first
             yield (
@@ -290,14 +300,10 @@ class Comparison:
                     f"prompt: of its token ids {what}",
                     "have the engine add and drop none: the draft learned on rows with these ids",
                 )]  # fmt: skip
-        if gap <= max(TIE_BOUNDS.values()):
-            return [(
-                f"dtype: where outputs part the target's two best are {gap:.2g} apart at most",
-                f"serve target and caches in {self.found.dtype}: smaller types round so",
-            )]  # fmt: skip
         return [(
-            "the engine serves another target, or reads the prompts otherwise",
-            "compare the folders of the target, the chat template and the engine's log",
+            "the engine computes another target, or in another dtype, or reads other prompts; where the "
+            f"outputs part, the target's two best are up to {gap:.2g} apart",
+            f"serve the target, and its caches, in {self.found.dtype}; compare folders and prompts",
         )]  # fmt: skip
 
     def rounds(self, engine: Engine) -> None:
@@ -384,38 +390,52 @@ class Asking:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def compare(
-    draft: OpenDraft, built: Draft, export: Path, variants: Variants, prompts: Any,
-    options: EvalOptions, asking: Asking,
-) -> Served:  # fmt: skip
-    """Serve an export, and compare it with the draft that was trained, of which `variants` are made.
+def decode_here(
+    draft: OpenDraft, built: Draft, prompts: Prompts, options: EvalOptions
+) -> tuple[list[Decoded], int]:
+    """Decode prompts with the trained draft; returns how many it drafts a round as well.
 
-    `built` is that draft. Raises UsageError for one that drafts trees, DraftcoreError where an engine
-    does not answer all prompts.
+    Raises UsageError for a draft of trees.
     """
-    run, ids, limit = draft.run, prompts.token_ids, options.max_new_tokens
-    model, drafter = run.target.load_model(), draft.drafter(built)
+    model, drafter = draft.run.target.load_model(), draft.drafter(built)
     built.module.to(model.device).eval()
     if hasattr(drafter, "depth"):
         raise UsageError(
             f"{draft.algorithm.offer.name} drafts trees, and engines are asked for chains\n"
             "  draftcore eval measures the acceptance length of such drafts"
         )
-    with Progress(len(ids), verb="decoding here", every=options.batch) as progress:
-        here, _ = decode(EagerRunner(model, drafter), ids, options, progress.show)
-    dtype, name = str(model.dtype).removeprefix("torch."), asking.name
-    longest, drafts = max(map(len, ids)) + limit, drafter.num_drafts
-    serving = Serving(folder_of(run), export, drafts, longest, dtype, asking.requests, asking.url)
-    categories = getattr(prompts, "categories", ())
-    found = Served(name, draft.label, drafts, dtype, ids, categories, here, ())
-    comparison = Comparison(run, options, variants, found)
+    with Progress(len(prompts), verb="decoding here", every=options.batch) as progress:
+        decoded, _ = decode(EagerRunner(model, drafter), prompts, options, progress.show)
+    if not any(one.accepted for one in decoded):
+        raise DraftcoreError(
+            f"the target ends its answer to each of {plural(len(prompts), 'prompt')} with the first "
+            "token: nothing was drafted, so nothing can be compared\n  ask other prompts"
+        )
+    return decoded, drafter.num_drafts
+
+
+def compare(
+    variants: Variants, here: Sequence[Decoded], num_drafts: int, export: Path,
+    categories: Sequence[str], asking: Asking,
+) -> Served:  # fmt: skip
+    """Serve an export, and compare it with `here`, what the draft decoded of which `variants` are made.
+
+    Raises DraftcoreError where the engine does not answer all prompts.
+    """
+    draft, ids, name = variants.draft, variants.prompts, asking.name
+    run, limit, requests = draft.run, variants.options.max_new_tokens, asking.requests
+    model, longest = run.target.load_model(), max(map(len, ids)) + limit
+    dtype = str(model.dtype).removeprefix("torch.")
+    serving = Serving(folder_of(run), export, num_drafts, longest, dtype, requests, asking.url)
+    found = Served(name, draft.label, num_drafts, dtype, ids, categories, here, ())
+    comparison = Comparison(run, variants.options, variants, found)
     if asking.url is None:  # a server that runs has its draft already
         plain = replace(serving, export=None, num_drafts=0)
         with opened(run, name, plain, asking.options) as engine:
-            answers = ask(engine, name, ids, limit, asking.requests, model)
+            answers = ask(engine, name, ids, limit, requests, model)
         comparison.outputs(answers, "plain", of_draft=False)
     with opened(run, name, serving, asking.options) as engine:
-        found.drafted = ask(engine, f"{name} with the draft", ids, limit, asking.requests, model)
+        found.drafted = ask(engine, f"{name} with the draft", ids, limit, requests, model)
         comparison.outputs(found.drafted, "drafted", of_draft=asking.url is None)
         comparison.rounds(engine)
     return found

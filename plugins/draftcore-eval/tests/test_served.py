@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from draftcore_eval.causes import Variants
-from draftcore_eval.served import Asking, Served, compare
+from click.testing import CliRunner, Result
+from draftcore_eval.causes import IMPOSSIBLE, Variants
+from draftcore_eval.engines import Serving
+from draftcore_eval.served import Asking, Served, compare, decode_here, named, rounds_until
 from draftcore_sdk.targets import tiny_target
 
 import draftcore
-from draftcore import load_plugins, open_draft, open_run
+from draftcore import bind, load_plugins, open_draft, open_run
 from draftcore.cli import main
-from draftcore.errors import DraftcoreError
+from draftcore.errors import UsageError
 
 ENGINES = Path(__file__).with_name("wrong_engine.py")
 LONGEST = 40  # tokens of an answer
@@ -33,7 +37,7 @@ CAUSES = {
     "other-rope": "rope base: the engine takes rope_theta for 1000000.0",
     "fed-back-normed": "norm_output: the engine takes norm_output for true",
     "no-norm": "norm: midlayer.hidden_norm is left out",
-    "unread-norm": "norm: the weights of norm were not loaded",
+    "unread-norm": "norm: the weights of midlayer.input_layernorm were not loaded",
     "unordered-rows": "row order: rows of q_proj and k_proj are as they are",
     "residual": "norm_before_residual: ",
     "vocabulary": "vocabulary: d2t is not read",
@@ -43,9 +47,8 @@ CAUSES = {
     "begins": "prompt: of its token ids",
     "causal": "causality: the engine takes is_causal for true",
     "mask-token": "mask token: the engine takes mask_token_id for 0",
-    "short-block": "number of drafts: the block has 4 rows",
 }
-OF_BLOCKS = ("causal", "mask-token", "short-block")
+OF_BLOCKS = ("causal", "mask-token")
 
 
 @dataclass
@@ -70,7 +73,7 @@ def train(name: str, target: Path, folder: Path) -> Trained:
     """Train a draft until some of its drafts are accepted."""
     options, steps = DRAFTS[name]
     rows = [
-        {"messages": [{"role": "user", "content": f"q{i}?" * (1 + 9 * (i % 2) * (i > 3))}],
+        {"messages": [{"role": "user", "content": f"q{i}?" * (1 + 29 * (i == 5))}],
          "category": ("odd", "even")[i % 2]}
         for i in range(6)
     ]  # fmt: skip
@@ -96,34 +99,100 @@ def train(name: str, target: Path, folder: Path) -> Trained:
     (yaml := folder / "run.yaml").write_text(json.dumps(config))
     draftcore.train(yaml, say=lambda line: None)
     (export,) = draftcore.export(yaml, say=lambda line: None)
+    (export.parent / "asked.json").write_text(json.dumps(prompts))
     return Trained(yaml, export)
 
 
 @pytest.fixture(scope="module")
 def served(trained: dict[str, Trained]) -> Iterator[Any]:
     """Compare a draft with a wrong engine; what each mistake decodes is decoded once for all engines."""
-    registry, opened = load_plugins([ENGINES]), {}
-    for name, one in trained.items():
-        manager = open_run(one.yaml, (), registry)
-        run: Any = manager.__enter__()
-        draft, evaluation = run.drafts[0], run.evaluation()
-        built, origin = open_draft(draft, None, None)
-        prompts = evaluation.prompts_for(origin)
-        variants = Variants(draft, one.export, prompts.token_ids, evaluation.options)
-        opened[name] = manager, (draft, built, one.export, variants, prompts, evaluation.options)
-
-    def compared(name: str, engine: str) -> Served:
-        return compare(*opened[name][1], Asking(engine))
-
-    yield compared
-    for manager, _ in opened.values():
-        manager.__exit__(None, None, None)
+    registry, given = load_plugins([ENGINES]), {}
+    with ExitStack() as stack:
+        for name, one in trained.items():
+            run: Any = stack.enter_context(open_run(one.yaml, (), registry))
+            draft, options = run.drafts[0], run.evaluation().options
+            built, ids = open_draft(draft, None, None)[0], run.data.prompts().token_ids
+            variants = Variants(draft, one.export, ids, options)
+            for mistake in variants.mistakes():
+                with suppress(*IMPOSSIBLE):
+                    variants.decode(mistake, range(len(ids)))
+            given[name] = variants, *decode_here(draft, built, ids, options), one.export
+        yield lambda name, engine: compare(*given[name], (), Asking(engine))
 
 
 @pytest.mark.parametrize("engine", CAUSES)
-def test_each_mistake_of_an_engine_is_named(served: Any, engine: str) -> None:
-    found = served("dflash" if engine in OF_BLOCKS else "eagle3", engine)
+def test_each_mistake_of_an_engine_is_named_with_the_first_token_that_shows_it(
+    served: Any, engine: str
+) -> None:
+    found: Served = served("dflash" if engine in OF_BLOCKS else "eagle3", engine)
     assert not found.as_trained
-    assert [cause for cause, _ in found.causes][:1] != [], found.to_json()
-    assert found.causes[0][0].startswith(CAUSES[engine]), found.causes
-    print([cause for cause, _ in found.causes], found.lengths(range(6)), found.first)
+    causes = [cause for cause, remedy in found.causes if remedy]
+    assert len(causes) < 4, "few mistakes give the same rounds"
+    assert any(cause.startswith(CAUSES[engine]) for cause in causes), found.to_json()
+    assert found.first is not None
+    assert found.here[found.first.prompt].tokens[found.first.token] == found.first.id
+
+
+def test_of_a_mistake_that_nobody_knows_the_first_token_is_found_by_asking(
+    served: Any, trained: dict[str, Trained], target: Path
+) -> None:
+    found: Served = served("eagle3", "odd")
+    assert (found.as_trained, found.causes) == (False, [])
+    assert found.first is not None
+    row, serving = found.first.prompt, Serving(target, trained["eagle3"].export, 4, 300)
+    hook = bind(load_plugins([ENGINES]), "engine", "odd").hook
+    engine = hook.engine(name="odd", serving=serving, options=None)  # type: ignore[attr-defined]
+    for tokens, same in ((2, True), (found.first.token, True), (found.first.token + 1, False)):
+        rounds = engine.decode(found.prompts[row], tokens).rounds
+        assert (rounds == rounds_until(found.here[row], tokens)) is same
+
+
+def cli(*words: object) -> Result:
+    """Ask a wrong engine two prompts by the command line."""
+    given = ["--plugin", ENGINES, "served", *words, "eval.prompts=2"]
+    return CliRunner().invoke(main, list(map(str, given)))
+
+
+def test_a_draft_that_is_served_as_trained_is_said_to_be(trained: dict[str, Trained]) -> None:
+    """Its newest checkpoint, or an export that is there; by position, category and context."""
+    one = trained["eagle3"]
+    done = cli(one.yaml, "--engine", "right", "--json", "--export", one.export)
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)
+    assert found["served_as_trained"]
+    assert found["acceptance_length"]["engine"] == found["acceptance_length"]["here"] > 1
+    assert found["acceptance_by_position"]["engine"] == found["acceptance_by_position"]["here"]
+    assert {name: group["prompts"] for name, group in found["groups"].items()} == {
+        "odd": 1, "even": 1, "prompts of below 128 tokens": 2,
+    }  # fmt: skip
+
+
+def test_another_output_is_told_from_a_tie_and_an_answer_that_breaks_off_is_refused(
+    trained: dict[str, Trained],
+) -> None:
+    yaml = trained["eagle3"].yaml
+    lossy = cli(yaml, "--engine", "lossy")
+    assert lossy.exit_code == 1
+    assert "0 of 2 are those of plain decoding" in lossy.output
+    assert "it is not lossless" in lossy.output
+    tied = cli(yaml, "--engine", "lossy", "eval.tie_bound=1e9")
+    assert tied.exit_code == 0, tied.output
+    assert "prompt 1: at token 40 the target's two best are" in tied.output
+    short = cli(yaml, "--engine", "short", "--requests", 2)
+    assert short.exit_code == 1
+    assert "answered 0 of 2 prompts" in short.output
+
+
+def test_a_url_is_asked_whose_server_it_is() -> None:
+    class Models(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "mine", "owned_by": "llamacpp"}]}')
+
+    with HTTPServer(("127.0.0.1", 0), Models) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        Thread(target=server.handle_request).start()
+        assert named(f"{url}/v1/") == ("llamacpp", url)
+    with pytest.raises(UsageError, match="no server of OpenAI's API answers"):
+        named(url)

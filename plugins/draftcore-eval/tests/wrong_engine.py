@@ -14,9 +14,10 @@ import torch
 from draftcore_eval.decode import EagerRunner, speculate
 from draftcore_eval.engines import Answer, Serving
 from draftcore_eval.options import EvalOptions
+from draftcore_eval.report import Decoded
 from torch import nn
 
-from draftcore import hookimpl, open_run
+from draftcore import bind, hookimpl, load_plugins
 from draftcore.contracts.offers import Offer
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -55,6 +56,7 @@ def in_bfloat16(module: nn.Module) -> None:
         parameter.data = parameter.data.bfloat16()
 
 
+LONGEST = 40  # tokens of an answer
 Change = Callable[[Any], object]
 # What is changed in config.json, and in the draft that is read.
 CONFIGS: dict[str, Change] = {
@@ -63,16 +65,16 @@ CONFIGS: dict[str, Change] = {
     "fed-back-normed": lambda config: config.update(norm_output=True),
     "causal": lambda config: config.update(is_causal=True),
     "mask-token": lambda config: config["dflash_config"].update(mask_token_id=0),
-    "short-block": lambda config: config.update(block_size=4),
 }
 MODULES: dict[str, Change] = {
     "no-norm": lambda m: setattr(m.midlayer, "hidden_norm", nn.Identity()),
-    "unread-norm": lambda m: m.norm.weight.data.fill_(1),
+    "unread-norm": lambda m: m.midlayer.input_layernorm.weight.data.fill_(1),
     "unordered-rows": pairs,
     "residual": normed_residual,
     "vocabulary": lambda m: m.d2t.zero_(),
     "bfloat16": in_bfloat16,
     "quantised-head": four_bits,
+    "odd": lambda m: m.fc.weight.data.mul_(1.5),
 }
 NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy")
 
@@ -83,23 +85,28 @@ def describe() -> list[Offer]:
 
 
 @functools.cache
-def opened(target: Path) -> Any:
-    """Open a run with the target, whose model is read once."""
-    place = {"path": str(target), "dtype": "float32", "device": "cpu"}
-    drafts = {name: {"algorithm": {"name": name}} for name in ("eagle3", "dflash")}
-    config = {"run": "none", "target": place, "drafts": drafts, "data": {"train": "none"}}
-    manager = open_run(config)
-    return manager, manager.__enter__()
+def target_in(folder: Path) -> Any:
+    """Open a target, whose model is read once."""
+    place = {"path": str(folder), "dtype": "float32", "device": "cpu"}
+    found = bind(load_plugins(), "target", "hf", place)
+    return found.hook.target(name="hf", options=found.options)
+
+
+@functools.cache
+def plain(folder: Path, prompt: tuple[int, ...], limit: int) -> Answer:
+    (tokens,) = target_in(folder).load_model().generate([prompt], limit)
+    return Answer(tuple(tokens), len(tokens) - 1)
 
 
 class Wrong:
     """An engine with one mistake, if any."""
 
     def __init__(self, name: str, serving: Serving) -> None:
-        self.name, self.run, self.runner = name, opened(serving.target)[1], None
-        self.model = self.run.target.load_model()
+        self.name, self.folder, self.runner = name, serving.target, None
+        self.answers: dict[tuple[int, ...], Decoded] = {}
         if serving.export is None:
             return
+        target = target_in(serving.target)
         with tempfile.TemporaryDirectory() as folder:
             export = Path(shutil.copytree(serving.export, folder, dirs_exist_ok=True))
             config = json.loads((file := export / "config.json").read_text())
@@ -107,28 +114,34 @@ class Wrong:
             file.write_text(json.dumps(config))
             kind = "dflash" if "dflash_config" in config else "eagle3"
             drafts = serving.num_drafts - (name == "fewer-drafts") if kind == "eagle3" else None
-            algorithm = self.run.bind("algorithm", kind, {"num_drafts": drafts})
-            built = algorithm.hook.import_draft(
-                folder=export, target=self.run.target, options=algorithm.options
-            )
+            algorithm = bind(load_plugins(), "algorithm", kind, {"num_drafts": drafts})
+            hook, options = algorithm.hook, algorithm.options
+            built = hook.import_draft(folder=export, target=target, options=options)
         MODULES.get(name, lambda given: None)(built.module)
-        drafter = algorithm.hook.drafter(draft=built, target=self.model, options=algorithm.options)
-        self.runner = EagerRunner(self.model, drafter)
+        model = target.load_model()
+        self.runner = EagerRunner(model, hook.drafter(draft=built, target=model, options=options))
+        if (asked := serving.export.parent / "asked.json").exists():  # all at once, to be quick
+            prompts = [self.read(prompt) for prompt in json.loads(asked.read_text())]
+            decoded = speculate(self.runner, prompts, EvalOptions(max_new_tokens=LONGEST))
+            self.answers = {tuple(one.prompt): one for one in decoded}
+
+    def read(self, prompt: Sequence[int]) -> list[int]:
+        return [257, *prompt] if self.name == "begins" else [*prompt]
 
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Answer:
-        prompt = [256, *prompt] if self.name == "begins" else prompt
+        prompt = self.read(prompt)
         if self.runner is None:
-            (tokens,) = self.model.generate([prompt], max_new_tokens)
-            return Answer(tuple(tokens), len(tokens) - 1)
-        (found,) = speculate(self.runner, [prompt], EvalOptions(max_new_tokens=max_new_tokens))
+            return plain(self.folder, tuple(prompt), max_new_tokens)
+        found = self.answers.get(tuple(prompt))
+        if found is None or max_new_tokens < LONGEST:
+            (found,) = speculate(self.runner, [prompt], EvalOptions(max_new_tokens=max_new_tokens))
         if self.name == "short":
             found.tokens.pop()
         if self.name == "lossy":
             found.tokens[-1] ^= 1
-        by_position = (
-            sum(n > k for n in found.accepted) for k in range(self.runner.drafter.num_drafts)
-        )
-        return Answer(tuple(found.tokens), len(found.accepted), tuple(by_position))
+        positions = range(self.runner.drafter.num_drafts)
+        accepted = tuple(sum(count > k for count in found.accepted) for k in positions)
+        return Answer(tuple(found.tokens), len(found.accepted), accepted)
 
     def close(self) -> None:
         """The target is kept for the next."""

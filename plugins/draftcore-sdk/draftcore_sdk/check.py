@@ -41,7 +41,7 @@ SUITE_OF = {
     "images": "images:ImageSuite", "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite", "graph-plugin": "graph_plugins:GraphPluginSuite",
     "wrapper": "wrappers:WrapperSuite", "observer": "wrappers:ObserverSuite",
-    "evaluation": "evaluations:EvaluationSuite",
+    "evaluation": "evaluations:EvaluationSuite", "engine": "engines:EngineSuite",
 }  # fmt: skip
 WRAPPED = {
     *("feature_request", "build_draft", "collate", "forward_loss", "optimizer", "schedule"),

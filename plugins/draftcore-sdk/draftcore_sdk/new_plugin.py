@@ -33,6 +33,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "capture": ("draftcore-hf", "torch"),
     "channel": ("draftcore-disagg",),
     "launcher": ("draftcore-disagg",),
+    "engine": ("draftcore-eval",),
     "graph": ("torch",),
     "graph-plugin": ("draftcore-graphs", "torch"),
 }
