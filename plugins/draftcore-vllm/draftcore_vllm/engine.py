@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from draftcore_eval.engines import Answer, Serving
 from draftcore import load_plugins
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import EXPORT, read_sealed, regular
-from draftcore_vllm.internals import counted, drafting, require_ascending
+from draftcore_vllm.internals import counted, deviates, drafting, require_ascending
 from draftcore_vllm.options import EngineOptions
 from draftcore_vllm.server import Server, StartedServer
 
@@ -28,11 +29,14 @@ class VllmEngine:
 
     def __init__(self, serving: Serving, options: EngineOptions) -> None:
         self.num_drafts, self._lock = serving.num_drafts if serving.export else 0, threading.Lock()
+        self.server: Server
         if serving.url:
             self.server = Server(serving.url, options.timeout)
             self.server.look()
         else:
-            self.server = StartedServer(arguments(serving, options), options, "--option ")
+            self.server = started = StartedServer(arguments(serving, options), options, "--option ")
+            if serving.export and (said := deviates(config_of(serving.export), started.build)):
+                warnings.warn(said, stacklevel=2)
         try:
             self._require_fit(serving)
         except BaseException:
@@ -89,8 +93,8 @@ def arguments(serving: Serving, options: EngineOptions) -> dict[str, Any]:
     }  # fmt: skip
     if serving.export is None:
         return ours
-    config = folder(serving.export, "the draft") / "config.json"
-    require_ascending(json.loads(regular(config).read_text(encoding="utf-8")), serving.export)
+    folder(serving.export, "the draft")
+    require_ascending(config_of(serving.export), serving.export)
     method = options.method or method_of(serving.export)
     return ours | drafting(serving.export, method, serving.num_drafts)
 
@@ -99,6 +103,10 @@ def folder(path: Path, what: str) -> Path:
     if not (path / "config.json").is_file():
         raise UsageError(f"{what} is not in {path}: it holds no config.json\n  name its folder")
     return path.resolve()
+
+
+def config_of(export: Path) -> Any:
+    return json.loads(regular(export / "config.json").read_text(encoding="utf-8"))
 
 
 def method_of(export: Path) -> str:

@@ -130,7 +130,7 @@ class StartedServer(Server):
 
     def __init__(self, arguments: Mapping[str, Any], options: Started, key: str) -> None:
         python = os.path.expanduser(options.python or sys.executable)
-        require_vllm(python, f"{key}python")
+        self.build = require_vllm(python, f"{key}python")
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}", options.timeout)
         ours = {
@@ -186,8 +186,8 @@ class StartedServer(Server):
         return [] if code is not None and code < 0 else self.child.tail(6).splitlines()
 
 
-def require_vllm(python: str, key: str) -> None:
-    """Raise UsageError for an interpreter without the vLLM that this was tested with."""
+def require_vllm(python: str, key: str) -> str:
+    """Return the dist of vLLM that an interpreter has; raises UsageError for one that was not tested."""
     remedy = (
         f"set {key} to the Python of an environment with vLLM {TESTED}x, which its README tells"
     )
@@ -196,9 +196,10 @@ def require_vllm(python: str, key: str) -> None:
         said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError(f"{python} is no Python: {raised(error)}\n  {remedy}") from error
-    if not said.startswith(TESTED):
-        has = f"vLLM {said}" if said else "no vLLM"
-        raise UsageError(f"{python} has {has}\n  {remedy}")
+    build, _, version = said.partition(" ")
+    if not version.startswith(TESTED):
+        raise UsageError(f"{python} has {said or 'no vLLM'}\n  {remedy}")
+    return build
 
 
 def cut(connection: HTTPConnection) -> None:

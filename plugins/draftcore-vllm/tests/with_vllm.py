@@ -21,6 +21,7 @@ from draftcore_eval.api import evaluate
 from draftcore_eval.engines import Serving
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import CaptureSuite, capture_target
+from draftcore_sdk.engines import EngineSuite
 from draftcore_sdk.suite import opened
 from draftcore_vllm.capture import VllmCapture
 
@@ -65,10 +66,15 @@ class TestServer(Everything):
         type(self).options = {"server": server, "folder": folder, "in_flight": 4}
 
 
+class TestEngine(EngineSuite):
+    plugin, name, options = PLUGIN, "vllm", {"python": PYTHON, "kv_cache": "64MiB"}
+    target_config: ClassVar[dict[str, Any]] = {"head_dim": 32}  # the least that its kernels take
+
+
 # ---------------------------------------------------------------- drafts that are served
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
-PROMPTS, LONGEST = 24, 48
+PROMPTS, LONGEST = 24, 40
 DRAFTS = {
     "eagle3": {
         "draft_vocab_size": 2048,
@@ -76,7 +82,7 @@ DRAFTS = {
         "intermediate_size": 384,
         "num_drafts": 7,
     },
-    "dflash": {"num_layers": 3, "layers": [1, 3, 5], "block_size": 8, "num_anchors": 32},
+    "dflash": {"num_layers": 1, "layers": [1, 3, 5], "block_size": 8, "num_anchors": 64},
 }
 
 

