@@ -155,7 +155,7 @@ class VllmCapture:
 def results(
     batch: CaptureBatch, jobs: Sequence[Future[dict[str, Tensor]]]
 ) -> list[dict[str, Tensor]]:
-    """Return what all rows gave. Raises BadRows for those that the server refuses, before any other error."""
+    """Return what all rows gave. Raises BadRows for those that the server refuses, any other error first."""
     errors = {at: error for at, job in enumerate(jobs) if (error := job.exception())}
     bad = {
         at: f"dataset row {batch.rows[at]} (sample {batch.ids[at]}): {error}\n"

@@ -28,8 +28,7 @@ class VllmEngine:
     """Serves a target, with a draft if there is one, at a server that is started or found."""
 
     def __init__(self, serving: Serving, options: EngineOptions) -> None:
-        self.num_drafts, self._lock = serving.num_drafts if serving.export else 0, threading.Lock()
-        self.server: Server
+        self._lock = threading.Lock()
         if serving.url:
             self.server = Server(serving.url, options.timeout)
             self.server.look()
@@ -65,7 +64,7 @@ class VllmEngine:
         self.server.close()
 
     def _counted(self) -> tuple[int, ...] | None:
-        return counted(self.server.get("/metrics"), self.num_drafts)
+        return counted(self.server.get("/metrics"))
 
     def _require_fit(self, serving: Serving) -> None:
         """Raise UsageError for a server that was started otherwise than it is to serve."""
@@ -73,18 +72,20 @@ class VllmEngine:
             raise UsageError(
                 f"the server at {self.server.url} takes {self.server.context} tokens, and prompts with "
                 f"their answers are up to {serving.context}\n  start it with --max-model-len "
-                f"{serving.context + self.num_drafts + 1}"
+                f"{room_of(serving)}"
             )
-        if self.num_drafts and self._counted() is None:
+        drafts = len(self._counted() or [0]) - 1
+        if serving.export and drafts != serving.num_drafts:
             raise UsageError(
-                f"the server at {self.server.url} serves no draft\n"
-                "  start it with --speculative-config, and without --disable-log-stats"
+                f"the server at {self.server.url} counts {drafts} drafts a round, and {serving.num_drafts} "
+                "are to be served\n  start it with that in --speculative-config, and without "
+                "--disable-log-stats"
             )
 
 
 def arguments(serving: Serving, options: EngineOptions) -> dict[str, Any]:
     """Return what a server is started with. Raises UsageError for what vLLM would serve wrongly."""
-    room = serving.context + (serving.num_drafts if serving.export else 0) + 1
+    room = room_of(serving)
     ours = {
         "model": str(folder(serving.target, "the target")), "dtype": serving.dtype,
         "max_model_len": room, "max_num_seqs": serving.requests,
@@ -97,6 +98,11 @@ def arguments(serving: Serving, options: EngineOptions) -> dict[str, Any]:
     require_ascending(config_of(serving.export), serving.export)
     method = options.method or method_of(serving.export)
     return ours | drafting(serving.export, method, serving.num_drafts)
+
+
+def room_of(serving: Serving) -> int:
+    """Return what a prompt with its answer and the drafts behind it takes, in tokens."""
+    return serving.context + (serving.num_drafts if serving.export else 0) + 1
 
 
 def folder(path: Path, what: str) -> Path:

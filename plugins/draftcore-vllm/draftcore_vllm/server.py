@@ -24,8 +24,10 @@ from typing import Any
 
 from draftcore_disagg.local import Child
 
+from draftcore.contracts.run import RunEnded
 from draftcore.errors import DraftcoreError, UsageError, one_line, raised
 from draftcore.files import regular
+from draftcore.stopping import asked_to_stop
 from draftcore.uris import parse_size
 from draftcore_vllm.internals import ENVIRONMENT, LAUNCHER, TESTED, VERSION, flags
 from draftcore_vllm.options import Started
@@ -165,6 +167,8 @@ class StartedServer(Server):
         while not listens(port):
             if self.child.code is not None or time.monotonic() > deadline:
                 raise self._away("it has not started in time")
+            if asked_to_stop:
+                raise RunEnded("asked to stop", "interrupted")
             time.sleep(0.2)
         self.look()
 

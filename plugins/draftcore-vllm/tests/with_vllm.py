@@ -1,7 +1,7 @@
 """vLLM itself on the CPU, unpatched, in an environment of its own: what it captures, and what it serves.
 
 `nox -s vllm` makes the environment, and names its Python in DRAFTCORE_VLLM_PYTHON. A start takes some
-20 seconds of a processor, so there are as few as the claims allow.
+20 seconds of a processor, so there are as few as the claims allow: six.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from draftcore_vllm.capture import VllmCapture
 import draftcore
 from draftcore.errors import DraftcoreError, UsageError
 
+pytestmark = pytest.mark.timeout(1800)  # with training, and starts of vLLM
 PYTHON = os.environ["DRAFTCORE_VLLM_PYTHON"]
 PLUGIN = "draftcore_vllm.plugin"
 STARTED: dict[str, Any] = {"python": PYTHON, "kv_cache": "64MiB", "max_tokens": 512}
@@ -147,6 +148,8 @@ def test_a_draft_is_served_with_the_rounds_that_eval_counts_until_its_server_end
         url = engine.server.url
         with trained.serve(label, url=url) as running:
             assert running.decode(trained.prompts[0], LONGEST) == answers[0]
+        with pytest.raises(UsageError, match="counts 7 drafts a round, and 3 are"):
+            trained.serve(label, 3, url=url)
         with pytest.raises(UsageError, match=r"takes 520 tokens, and .* up to 4096"):
             opened(
                 PLUGIN, "engine", "vllm", {}, serving=Serving(QUICKSTART, None, 7, 4096, url=url)

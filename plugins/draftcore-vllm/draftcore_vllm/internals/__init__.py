@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ VERSION = (  # what an interpreter is asked
 )
 IDS = "eagle_aux_hidden_state_layer_ids"
 COUNTED = re.compile(
-    r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.M
+    r"^vllm:spec_decode_num_(?:drafts|accepted_tokens_per_pos)_total\{(.*)\} (\S+)$", re.M
 )
 
 
@@ -130,16 +131,13 @@ def deviates(config: Mapping[str, Any], build: str) -> str:
 # ---------------------------------------------------------------- counters
 
 
-def counted(metrics: str, num_drafts: int) -> tuple[int, ...] | None:
+def counted(metrics: str) -> tuple[int, ...] | None:
     """Return from a server's /metrics its rounds, then by position how many drafts were accepted.
 
     None where it does not draft.
     """
-    rounds, accepted, found = 0, [0] * num_drafts, False
-    for name, labels, value in COUNTED.findall(metrics):
-        found = True
-        if name == "drafts":
-            rounds += round(float(value))
-        elif (place := re.search(r'position="(\d+)"', labels)) and int(place[1]) < num_drafts:
-            accepted[int(place[1])] += round(float(value))
-    return (rounds, *accepted) if found else None
+    counts = Counter[int]()
+    for labels, value in COUNTED.findall(metrics):
+        place = re.search(r'position="(\d+)"', labels)
+        counts[int(place[1]) if place else -1] += round(float(value))
+    return tuple(counts[place] for place in sorted(counts)) or None
