@@ -68,7 +68,8 @@ class TestServer(Everything):
 
 
 class TestEngine(EngineSuite):
-    plugin, name, options = PLUGIN, "vllm", {"python": PYTHON, "kv_cache": "64MiB"}
+    plugin, name = PLUGIN, "vllm"  # of its exports no manifest says the method
+    options: ClassVar[dict[str, Any]] = {"python": PYTHON, "kv_cache": "64MiB", "method": "eagle3"}
     target_config: ClassVar[dict[str, Any]] = {"head_dim": 32}  # the least that its kernels take
 
 
