@@ -61,12 +61,9 @@ class FeatureRequest:
         """Take what this request asks for, in its dtypes, of what a wider one or a model gives."""
         import torch
 
-        return {
-            name: (features[name][..., : self.topk] if "topk" in name else features[name]).to(
-                getattr(torch, dtype), copy=copy
-            )
-            for name, (_, dtype) in self.feature_specs(0).items()
-        }
+        dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in self.feature_specs(0).items()}
+        cut = {n: features[n][..., : self.topk] if "topk" in n else features[n] for n in dtypes}
+        return {name: cut[name].to(dtype, copy=copy) for name, dtype in dtypes.items()}
 
     def union(self, other: FeatureRequest) -> FeatureRequest:
         """Join two requests of one dtype, storing nothing twice."""

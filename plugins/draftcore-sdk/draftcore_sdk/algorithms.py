@@ -41,7 +41,7 @@ from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
-from draftcore_sdk.suite import Suite, bound
+from draftcore_sdk.suite import Suite, bound, slow
 from draftcore_sdk.workbench import (
     ANSWER,
     GREEDY,
@@ -599,6 +599,7 @@ class AlgorithmSuite(Drafting, Training):
 
     # ------------------------------------------------------------ the command line
 
+    @slow
     def test_runs_decode_losslessly_and_resume_to_the_same_bits(self, bench: Bench) -> None:
         """Offline, whole and evaluated on the way the one; the other colocated, in two processes, and
 

@@ -57,7 +57,8 @@ Opener = Callable[..., SglangCapture]
 class TestSglang(CaptureSuite):
     """One engine serves all of them: a capture that stays open holds the target."""
 
-    plugin, name, options = "draftcore_sglang.plugin", "sglang", {"max_tokens": 512}
+    plugin, name, options = "draftcore_sglang.plugin", "sglang", {"max_tokens": 1024}
+    limit = 600  # an engine starts
 
     @pytest.fixture(scope="class")
     @classmethod

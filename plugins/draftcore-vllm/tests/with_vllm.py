@@ -10,7 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ import pytest
 from draftcore_eval.api import evaluate
 from draftcore_eval.engines import Serving
 from draftcore_hf.target import TransformersTarget
-from draftcore_sdk.captures import CaptureSuite, capture_target
+from draftcore_sdk.captures import REQUESTS, CaptureSuite, capture_target
 from draftcore_sdk.engines import EngineSuite
 from draftcore_sdk.suite import opened
 from draftcore_vllm.capture import VllmCapture
@@ -31,7 +31,7 @@ from draftcore.errors import DraftcoreError, UsageError
 pytestmark = pytest.mark.timeout(1800)  # with training, and starts of vLLM
 PYTHON = os.environ["DRAFTCORE_VLLM_PYTHON"]
 PLUGIN = "draftcore_vllm.plugin"
-STARTED: dict[str, Any] = {"python": PYTHON, "kv_cache": "64MiB", "max_tokens": 512}
+STARTED: dict[str, Any] = {"python": PYTHON, "kv_cache": "64MiB", "max_tokens": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,23 @@ class TestServer(Everything):
 
     @pytest.fixture(autouse=True)
     def running(self, capturing: VllmCapture) -> None:
-        server, folder = capturing.source.server.url, str(capturing.source.folder)
-        type(self).options = {"server": server, "folder": folder, "in_flight": 4}
+        """The self-test would run the target here, which the suite takes for the capture's doing."""
+        place = {"server": capturing.source.server.url, "folder": str(capturing.source.folder)}
+        type(self).options = {**place, "in_flight": 4, "self_test": False}
+
+    def test_a_server_of_another_target_is_refused_and_that_of_the_runs_is_not(
+        self, capturing: VllmCapture, tmp_path: Path
+    ) -> None:
+        folder = capture_target(tmp_path / "other", head_dim=32, seed=1)
+        other = TransformersTarget(str(folder), device="cpu")
+        options = {**self.options, "self_test": True}
+        for target, says in (
+            (other, r"vLLM does not predict|differs from transformers'"),
+            (capturing.target, ""),
+        ):
+            asked = {"target": target, "request": REQUESTS["bfloat16"]}
+            with pytest.raises(UsageError, match=says) if says else nullcontext():
+                opened(PLUGIN, "capture", self.name, options, **asked).close()
 
 
 class TestEngine(EngineSuite):

@@ -45,7 +45,9 @@ Popen.direct, subprocess.Popen = True, Popen  # what a suite starts need not imp
 @pytest.fixture(autouse=True)
 def what_never_comes_is_not_waited_for_long(request, monkeypatch):
     if {soon} and "is_right" not in request.node.nodeid:
-        monkeypatch.setattr("{module}.SOON", {soon})
+        monkeypatch.setattr("draftcore_sdk.suite.Suite.limit", 10 * {soon})
+        for name in ("draftcore_sdk.limits.SOON", "{module}.SOON"):
+            monkeypatch.setattr(name, {soon}, raising=False)
 """
 
 
