@@ -11,7 +11,6 @@ from draftcore import export, open_run
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
-from draftcore.options import apply_overrides
 
 if TYPE_CHECKING:
     from draftcore.options import Config
@@ -66,6 +65,7 @@ def served(
     the checkpoint of its step. Raises DraftcoreError for an engine that does not answer all prompts.
     """
     from draftcore import open_draft
+    from draftcore.options import apply_overrides
     from draftcore_eval.causes import Variants
     from draftcore_eval.evaluation import Decoding
     from draftcore_eval.served import Asking, compare, decode_here, named
@@ -101,7 +101,14 @@ def checkpoint_of(exported: Path | None, draft: OpenDraft) -> Path | None:
     """Return the checkpoint of an export's step, where the run still has it."""
     if exported is None or not (manifest := exported / EXPORT).is_file():
         return None
-    folder = draft.folder / "checkpoints" / f"step-{read_sealed(manifest)['step']:08}"
+    try:
+        step = int(read_sealed(manifest)["step"])
+    except (ValueError, KeyError) as error:
+        raise UsageError(
+            f"{manifest} is not as it was written: {error}\n"
+            "  name the checkpoint that was exported, with --checkpoint"
+        ) from None
+    folder = draft.folder / "checkpoints" / f"step-{step:08}"
     return folder if folder.is_dir() else None
 
 

@@ -24,12 +24,12 @@ from draftcore.cli import main
 from draftcore.errors import UsageError
 
 ENGINES = Path(__file__).with_name("wrong_engine.py")
-LONGEST = 40  # tokens of an answer
-DRAFTS: dict[str, tuple[dict[str, Any], int]] = {
+# Of each draft its options, the steps that it is trained, and the tokens of an answer.
+DRAFTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "eagle3": (
-        {"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 4}, 120,
+        {"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 4}, 120, 40,
     ),
-    "dflash": ({"num_layers": 2, "layers": [1, 3], "block_size": 5, "num_anchors": 16}, 90),
+    "dflash": ({"num_layers": 2, "layers": [1, 3], "block_size": 5, "num_anchors": 16}, 90, 24),
 }  # fmt: skip
 # What each wrong engine's cause begins with.
 CAUSES = {
@@ -71,7 +71,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def train(name: str, target: Path, folder: Path) -> Trained:
     """Train a draft until some of its drafts are accepted."""
-    options, steps = DRAFTS[name]
+    options, steps, limit = DRAFTS[name]
     rows = [
         {"messages": [{"role": "user", "content": f"q{i}?" * (1 + 29 * (i == 5))}],
          "category": ("odd", "even")[i % 2]}
@@ -85,11 +85,11 @@ def train(name: str, target: Path, folder: Path) -> Trained:
         "algorithm": {"name": name, "options": options},
         "train": {"batch": 3, "lr": 0.01, "epochs": steps, "max_steps": steps, "device": "cpu",
                   "checkpoint_every": steps, "eval_every": 0, "log_every": steps},
-        "eval": {"max_new_tokens": LONGEST},
+        "eval": {"max_new_tokens": limit},
     }  # fmt: skip
     with open_run(config) as run:
         prompts = [list(ids) for ids in run.data.prompts().token_ids]
-        answers = run.target.load_model().generate(prompts, LONGEST)
+        answers = run.target.load_model().generate(prompts, limit)
     learned = [
         {"input_ids": [*ids, *answer], "loss_mask": [0] * (len(ids) - 1) + [1] * (len(answer) + 1)}
         for ids, answer in zip(prompts, answers, strict=True)
@@ -99,7 +99,7 @@ def train(name: str, target: Path, folder: Path) -> Trained:
     (yaml := folder / "run.yaml").write_text(json.dumps(config))
     draftcore.train(yaml, say=lambda line: None)
     (export,) = draftcore.export(yaml, say=lambda line: None)
-    (export.parent / "asked.json").write_text(json.dumps(prompts))
+    (export.parent / "asked.json").write_text(json.dumps([limit, prompts]))
     return Trained(yaml, export)
 
 
@@ -141,7 +141,7 @@ def test_of_a_mistake_that_nobody_knows_the_first_token_is_found_by_asking(
     assert found.first is not None
     row, serving = found.first.prompt, Serving(target, trained["eagle3"].export, 4, 300)
     hook = bind(load_plugins([ENGINES]), "engine", "odd").hook
-    engine = hook.engine(name="odd", serving=serving, options=None)  # type: ignore[attr-defined]
+    engine = hook.engine(name="odd", serving=serving, options=None)
     for tokens, same in ((2, True), (found.first.token, True), (found.first.token + 1, False)):
         rounds = engine.decode(found.prompts[row], tokens).rounds
         assert (rounds == rounds_until(found.here[row], tokens)) is same
@@ -173,11 +173,12 @@ def test_another_output_is_told_from_a_tie_and_an_answer_that_breaks_off_is_refu
     yaml = trained["eagle3"].yaml
     lossy = cli(yaml, "--engine", "lossy")
     assert lossy.exit_code == 1
-    assert "0 of 2 are those of plain decoding" in lossy.output
+    assert "1 of 2 are those of plain decoding" in lossy.output
     assert "it is not lossless" in lossy.output
     tied = cli(yaml, "--engine", "lossy", "eval.tie_bound=1e9")
     assert tied.exit_code == 0, tied.output
-    assert "prompt 1: at token 40 the target's two best are" in tied.output
+    assert "2 of 2 are those of plain decoding" in tied.output
+    assert ": at token 40 the target's two best are" in tied.output
     short = cli(yaml, "--engine", "short", "--requests", 2)
     assert short.exit_code == 1
     assert "answered 0 of 2 prompts" in short.output
