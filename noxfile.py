@@ -38,7 +38,7 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"  #
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "capture", "channel")
-KINDS += ("launcher", "engine", "graph", "graph-plugin")
+KINDS += ("launcher", "engine", "prompts", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 SERVED = "draftcore-eagle3"  # what engines are tried with
 # What takes these to run is tried when its dist or a contract changed: `follow` says which have.

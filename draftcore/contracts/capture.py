@@ -41,9 +41,8 @@ class FeatureRequest:
     @property
     def names(self) -> tuple[str, ...]:
         hidden = tuple(f"hidden.{layer}" for layer in self.layers)
-        last = ("last_hidden",) if self.last_hidden else ()
-        embeddings = ("embeddings",) if self.embeddings else ()
-        return hidden + last + embeddings + (("topk_logits", "topk_ids") if self.topk else ())
+        states = ("last_hidden",) * self.last_hidden + ("embeddings",) * self.embeddings
+        return hidden + states + ("topk_logits", "topk_ids") * bool(self.topk)
 
     def feature_specs(self, width: int) -> dict[str, tuple[int, str]]:
         """Say how many numbers each feature has per token, of a target of this width, and their dtype."""

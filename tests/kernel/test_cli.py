@@ -97,6 +97,7 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
                 "options": "",
                 "implementation": "",
                 "needs": "",
+                "examples": [],
             }
         ],
         "hooks": ["describe", "feature_store"],

@@ -127,8 +127,43 @@ class CaptureSuite(Suite):
                     size, dtype = forms[name]
                     form = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
                     right = (len(ALL_ROWS[row]), size), dtype
-                    assert form == right, f"{name} is {form}, which should be {right}"
+                    others = {len(ALL_ROWS[r]) for r in rows} - {len(ALL_ROWS[row])}
+                    moved = "\nit is as long as another row of the batch" * (form[0][0] in others)
+                    assert form == right, f"{name} is {form}, which should be {right}{moved}"
                     assert not value.requires_grad, "features are data: capture without gradients"
+
+    def test_capturing_leaves_the_targets_logits_unchanged(
+        self, open_capture: Open, target: TargetSpec
+    ) -> None:
+        tokens = torch.tensor([ROWS[1]])
+        model = decoder_model(target.load_model(), "this test").model
+        before_TV = model(input_ids=tokens).logits
+        capture = open_capture(REQUESTS["both"])
+        list(capture.features([batch(0, 1), batch(2)]))
+        assert torch.equal(model(input_ids=tokens).logits, before_TV)
+        capture.close()
+        assert torch.equal(model(input_ids=tokens).logits, before_TV)
+
+    @pytest.mark.parametrize("name", WIDEST.names)
+    def test_features_are_the_ones_of_their_name(
+        self, open_capture: Open, target_folder: Path, name: str
+    ) -> None:
+        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
+
+        That of the last layer is the state before the final norm, `last_hidden` the one after it.
+        """
+        reference, rows = reference_of(target_folder), (0, 1, 3, 4, 5)
+        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
+        for row in rows:
+            (features,), tokens = features_of(capture, batch(row)), ALL_ROWS[row]
+            states, logits_TV = reference.features(tokens), reference.logits(tokens)
+            if "topk" in name:
+                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
+            else:
+                states["embeddings"] = reference.embeddings(tokens)
+                norm, named = reference.decoder.norm, states.items()
+                normed = {f"the final norm of {what}": norm(value) for what, value in named}
+                require_near(features[name], states[name], {**states, **normed})
 
     def test_batches_and_rows_keep_their_order(
         self, open_capture: Open, target_folder: Path
@@ -148,27 +183,6 @@ class CaptureSuite(Suite):
                 right = reference.features(tokens)["hidden.0"]
                 others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
                 require_near(features["hidden.0"], right, others)
-
-    @pytest.mark.parametrize("name", WIDEST.names)
-    def test_features_are_the_ones_of_their_name(
-        self, open_capture: Open, target_folder: Path, name: str
-    ) -> None:
-        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
-
-        That of the last layer is the state before the final norm, `last_hidden` the one after it.
-        """
-        reference, rows = reference_of(target_folder), (0, 1, 3, 4, 5)
-        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
-        for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
-            tokens = ALL_ROWS[row]
-            states, logits_TV = reference.features(tokens), reference.logits(tokens)
-            if "topk" in name:
-                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
-            else:
-                states["embeddings"] = reference.embeddings(tokens)
-                norm, named = reference.decoder.norm, states.items()
-                normed = {f"the final norm of {what}": norm(value) for what, value in named}
-                require_near(features[name], states[name], {**states, **normed})
 
     @pytest.mark.parametrize("dtype", HALVES)
     def test_a_stored_type_holds_the_numbers_of_float32(
@@ -225,18 +239,6 @@ class CaptureSuite(Suite):
         for request in (one, other):
             parts = [request.select(features) for features in joined]
             require_same(parts, features_of(open_capture(request), batch(0, 1)))
-
-    def test_capturing_leaves_the_targets_logits_unchanged(
-        self, open_capture: Open, target: TargetSpec
-    ) -> None:
-        tokens = torch.tensor([ROWS[1]])
-        model = decoder_model(target.load_model(), "this test").model
-        before_TV = model(input_ids=tokens).logits
-        capture = open_capture(REQUESTS["both"])
-        list(capture.features([batch(0, 1), batch(2)]))
-        assert torch.equal(model(input_ids=tokens).logits, before_TV)
-        capture.close()
-        assert torch.equal(model(input_ids=tokens).logits, before_TV)
 
     @torch.enable_grad()
     def test_the_target_runs_in_eval_mode_without_gradients_and_is_left_so(

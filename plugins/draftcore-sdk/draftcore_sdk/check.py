@@ -39,6 +39,7 @@ SUITE_OF = {
     "capture": "captures:CaptureSuite", "store": "stores:StoreSuite",
     "channel": "channels:ChannelSuite", "batches": "batches:BatchesSuite",
     "launcher": "launchers:LauncherSuite", "source": "sources:SourceSuite",
+    "prompts": "prompts:PromptsSuite",
     "images": "images:ImageSuite", "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite", "graph-plugin": "graph_plugins:GraphPluginSuite",
     "wrapper": "wrappers:WrapperSuite", "observer": "wrappers:ObserverSuite",
@@ -58,7 +59,7 @@ AROUND: Mapping[str, tuple[Kind, str]] = {
     "batches": ("batches", "queue"), "evaluation": ("evaluation", "decoding"),
     "capture": ("capture", "hf"), "feature_store": ("store", "file"),
     "channel": ("channel", "tcp"), "launcher": ("launcher", "local"),
-    "source": ("source", "files"), "image_processor": ("images", "processor"),
+    "prompts": ("prompts", "own"), "source": ("source", "files"), "image_processor": ("images", "processor"),
     "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
 }  # fmt: skip
@@ -94,13 +95,13 @@ def suites_of(
 
     With `each`, an offer is checked with every other value of a boolean or literal option, too.
     Raises UsageError for an option that no offer has or that its model refuses, and for a URI
-    that belongs to no store, channel or source of the plugin.
+    that belongs to no store, channel, source or prompt set of the plugin.
     """
-    stored = [o for o in plugin.offers if o.kind in ("store", "channel", "source")]
+    stored = [o for o in plugin.offers if o.kind in ("store", "channel", "source", "prompts")]
     if uri is not None and uri.partition(":")[0] not in {offer.name for offer in stored}:
         names = ", ".join(f"{offer.kind} {offer.name}" for offer in stored) or "none"
         raise UsageError(
-            f"--uri {uri} names no store, channel or source of {plugin}; it offers: {names}\n"
+            f"--uri {uri} names no store, channel, source or prompts of {plugin}; it offers: {names}\n"
             "  a URI begins with the offer's name, as in NAME:{tmp}"
         )
     loose = plugin.dist if plugin.loose else ""
@@ -398,7 +399,7 @@ def test_lines(cases: Sequence[Result]) -> Iterator[str]:
     alike = [case for case in cases if case.outcome == outcome]
     some = f"{len(alike)} of " if len(alike) < len(cases) else ""
     count = f" ({some}{len(cases)})" if len(cases) > 1 else ""
-    reason = f": {alike[0].message}" if outcome in ("skipped", "xfailed") else ""
+    reason = f": {alike[0].message}" if outcome != "failed" and alike[0].message else ""
     yield f"  {SHOWN[outcome]:7}  {alike[0].words}{count}{reason}"
     if outcome == "failed":
         causes: dict[tuple[str, ...], list[str]] = {}

@@ -70,6 +70,8 @@ class Reporter:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome, why = judge(report)
         self.worst["seconds"] += report.duration
+        for _, said in report.user_properties:  # what a test that passes was judged by
+            self.worst.setdefault("message", said)
         if ORDER.index(outcome) > ORDER.index(self.worst["outcome"]):
             self.worst |= {"outcome": outcome, **why}
 

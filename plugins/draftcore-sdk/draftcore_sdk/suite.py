@@ -26,6 +26,12 @@ HOOKS |= {"images": "image_processor"}
 T = TypeVar("T")
 
 
+def once(test: T) -> T:
+    """Mark a standard test that an offer's `examples` do not repeat, as they do not slow ones."""
+    vars(test)["once"] = True
+    return test
+
+
 class Suite:
     """What all suites share: a subclass says which plugin, which of its offers, which options.
 
@@ -126,7 +132,7 @@ def bound(
 def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:
     """Open what a plugin offers through its hook, as a run does; the only one of its kind for ''."""
     binding = bound(plugin, kind, name, data)
-    if kind not in ("store", "channel", "source", "images"):
+    if kind not in ("store", "channel", "source", "images", "prompts"):
         given["options"] = binding.options
     return getattr(binding.hook, HOOKS.get(kind, kind))(name=binding.offer.name, **given)
 

@@ -57,6 +57,9 @@ class Around(Suite):
 class WrapperSuite(Around, AlgorithmSuite):
     """A wrapper's algorithm is an algorithm: its loss, its drafts, its runs."""
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Try it around one small algorithm, as that is."""
+
 
 class ObserverSuite(Around):
     """An observer leaves a run, and what it is told, as they are; it may stop it."""

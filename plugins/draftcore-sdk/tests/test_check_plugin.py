@@ -177,7 +177,7 @@ def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
     assert "plugin\n  ok       it is listed as ready\n" in plugins
     assert report.count("FAIL") == 2
     assert report.count("DraftcoreError: the hook graph_plugin of ") == 1
-    assert " more, perhaps of the same cause:\n           a replay gives what" in report
+    assert " more, perhaps of the same cause:\n           an error of the work" in report
     assert "; a replay waits for no device" in report
 
 
@@ -293,7 +293,7 @@ def test_a_test_in_which_the_process_dies_fails(loose: Loose) -> None:
     loose.write(GRAPHS, dies)
     result = loose.check()
     assert result.exit_code == 1
-    assert "  FAIL     features through it are those without it\n" in result.output
+    assert "  FAIL     it changes nothing in the batch\n" in result.output
     assert "the process ended here with exit status 3" in result.output
 
 
@@ -368,5 +368,5 @@ def test_whoever_ends_the_check_ends_its_process(loose: Loose, tmp_path: Path, h
     _, error = process.communicate(timeout=300)
     assert gone(note)
     if how == signal.SIGINT:
-        where = "in: graph-plugin mine: features through it are those without it"
+        where = "in: graph-plugin mine: it changes nothing in the batch"
         assert (process.returncode, error) == (130, f"{where}\ninterrupted\n")
