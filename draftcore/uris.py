@@ -44,10 +44,9 @@ def parse_uri(text: str, *, known: Collection[str] = (), host: bool = False) -> 
     path, _, query = rest.partition("?")
     named = path[2:].partition("/")[0] if path.startswith("//") else ""
     if named and not host:
-        raise UsageError(
-            f"{text!r} names the host {named!r}, which {scheme} cannot reach\n"
-            f"  write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
-        )
+        problem = f"{text!r} names the host {named!r}, which {scheme} cannot reach"
+        remedy = f"write {scheme}:FOLDER, or {scheme}:///FOLDER with three slashes"
+        raise UsageError(f"{problem}\n  {remedy}")
     path = unquote(path.removeprefix(f"//{named}"))
     if not path.isprintable():
         raise UsageError(f"{text!r} names {path!r}, which cannot be printed\n  name another path")
@@ -59,10 +58,9 @@ def parse_options(text: str, query: str, known: Collection[str]) -> dict[str, st
     options = dict[str, str]()
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
-            raise UsageError(
-                f"{text!r} has the unknown option {name!r}{nearest(name, known)}\n"
-                f"  its options: {', '.join(sorted(known)) or 'none'}"
-            )
+            problem = f"{text!r} has the unknown option {name!r}{nearest(name, known)}"
+            there = ", ".join(sorted(known)) or "none"
+            raise UsageError(f"{problem}\n  its options: {there}")
         if name in options:
             raise UsageError(f"{text!r} gives the option {name!r} twice\n  leave one of them")
         options[name] = value

@@ -134,10 +134,8 @@ class StepOutput:
         if numerator is not None and denominator is not None and not self.terms:
             self.terms = ((numerator, denominator, 1.0),)
         elif numerator is not None or denominator is not None or not self.terms:
-            raise TypeError(
-                "a loss is either StepOutput(numerator, denominator, counts) or "
-                "StepOutput(terms=[(numerator, denominator, weight), ...], counts=counts)"
-            )
+            several = "StepOutput(terms=[(numerator, denominator, weight), ...], counts=counts)"
+            raise TypeError(f"a loss is StepOutput(numerator, denominator, counts) or {several}")
 
     @property
     def numerator(self) -> Tensor:

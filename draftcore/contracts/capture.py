@@ -41,9 +41,8 @@ class FeatureRequest:
     @property
     def names(self) -> tuple[str, ...]:
         hidden = tuple(f"hidden.{layer}" for layer in self.layers)
-        last = ("last_hidden",) if self.last_hidden else ()
-        embeddings = ("embeddings",) if self.embeddings else ()
-        return hidden + last + embeddings + (("topk_logits", "topk_ids") if self.topk else ())
+        states = ("last_hidden",) * self.last_hidden + ("embeddings",) * self.embeddings
+        return hidden + states + ("topk_logits", "topk_ids") * bool(self.topk)
 
     def feature_specs(self, width: int) -> dict[str, tuple[int, str]]:
         """Say how many numbers each feature has per token, of a target of this width, and their dtype."""
@@ -61,12 +60,9 @@ class FeatureRequest:
         """Take what this request asks for, in its dtypes, of what a wider one or a model gives."""
         import torch
 
-        return {
-            name: (features[name][..., : self.topk] if "topk" in name else features[name]).to(
-                getattr(torch, dtype), copy=copy
-            )
-            for name, (_, dtype) in self.feature_specs(0).items()
-        }
+        dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in self.feature_specs(0).items()}
+        cut = {n: features[n][..., : self.topk] if "topk" in n else features[n] for n in dtypes}
+        return {name: cut[name].to(dtype, copy=copy) for name, dtype in dtypes.items()}
 
     def union(self, other: FeatureRequest) -> FeatureRequest:
         """Join two requests of one dtype, storing nothing twice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
@@ -24,7 +24,8 @@ class Offer:
     an offer without options. Capabilities are what others may ask for instead of a name. Of an
     algorithm written as a class, `implementation` is the path of its `Algorithm`; one that is
     written as hooks of the plugin's module leaves it out. `needs` are modules that its dist does not
-    require, such as an engine of several builds, each with what installs it.
+    require, such as an engine of several builds, each with what installs it. `examples` are sets of
+    options of an algorithm that lead where the default ones do not: its conformance suite tries them.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Offer:
     options: str = ""
     implementation: str = ""
     needs: Mapping[str, str] = field(default_factory=dict, hash=False)
+    examples: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
 
     def lacks(self) -> str:
         """Say which of the modules it needs are not installed, and what to do; '' if all are."""

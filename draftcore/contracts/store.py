@@ -197,9 +197,6 @@ class StoreFull(DraftcoreError):  # noqa: N818  a state that producers wait out
         self, uri: str, *, needed: int, samples: int, free: int, limit: str, remedy: str
     ) -> None:
         self.needed, self.free = needed, max(free, 0)
-        super().__init__(
-            f"the store {uri} is full\n"
-            f"  needed: {format_size(needed)} for {samples} samples\n"
-            f"  free: {format_size(self.free)} of {limit}\n"
-            f"  {remedy}"
-        )
+        asked = f"needed: {format_size(needed)} for {samples} samples"
+        left = f"free: {format_size(self.free)} of {limit}"
+        super().__init__(f"the store {uri} is full\n  {asked}\n  {left}\n  {remedy}")

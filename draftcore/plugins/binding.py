@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
@@ -25,12 +25,12 @@ import pluggy
 from draftcore import contracts, hookimpl
 from draftcore.contracts.algorithm import Algorithm, Stop
 from draftcore.contracts.hooks import Specs
-from draftcore.contracts.offers import Bound, Kind
+from draftcore.contracts.offers import Bound, Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, raised
 from draftcore.options import imported, validate
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.registry import Registry, missing_hooks, owners
-from draftcore.plugins.specs import first_results, hooks, manager
+from draftcore.plugins.registry import Registry, missing_hooks
+from draftcore.plugins.specs import first_results, hooks, manager, marked, mistake, of_algorithms
 
 MEANT = (DraftcoreError, KeyboardInterrupt, GeneratorExit)  # leave a hook as they are
 
@@ -59,18 +59,17 @@ def bind(
     assert offer is not None
     where = f"the {kind} {name!r}, plugin {owner}"
     checked = validate(offer.options, options, f"options of {where}", beside)
-    make = _implementation(offer.implementation, where) if offer.implementation else None
     chosen = {p.name: p for p in registry.extras(extras) if p.name in extras or not p.offers}
-    chosen[owner.name] = replace(owner, instance=make(checked) if make else owner.instance)
+    chosen[owner.name] = owner
+    if offer.implementation:
+        chosen[owner.name] = replace(owner, instance=_implementation(offer, where)(checked))
     bound = _manager(chosen.values(), owner.name)
     for hook in first_results():
-        if len(rivals := sorted(owners(getattr(bound.hook, hook)))) > 1:
-            raise UsageError(
-                f"the hook {hook!r} has several owners: {' and '.join(rivals)}\n"
-                "  leave one, or make the others wrappers: @hookimpl(wrapper=True)"
-            )
-    if missing := missing_hooks(offer, bound.hook):
-        raise UsageError(f"{where} lacks {', '.join(missing)}\n  draftcore hooks {missing[0]}")
+        impls = getattr(bound.hook, hook).get_hookimpls()
+        if len(rivals := sorted(i.plugin_name for i in impls if not i.wrapper)) > 1:
+            problem = f"the hook {hook!r} has several owners: {' and '.join(rivals)}"
+            remedy = "leave one, or make the others wrappers: @hookimpl(wrapper=True)"
+            raise UsageError(f"{problem}\n  {remedy}")
     return Binding(owner, offer, cast(Specs, bound.hook), checked)
 
 
@@ -82,17 +81,20 @@ def observers(registry: Registry, extras: Sequence[str] = ()) -> Specs:
     return cast(Specs, _manager([*registry.extras(extras), *registry.watching]).hook)
 
 
-def _implementation(path: str, where: str) -> Any:
+def _implementation(offer: Offer, where: str) -> Any:
     """Import an algorithm's class, whose methods then answer the hooks of their names."""
-    algorithm = imported(path, where)
+    algorithm = imported(path := offer.implementation, where)
     if not (inspect.isclass(algorithm) and issubclass(algorithm, Algorithm)):
         raise UsageError(f"{where}: {path} is no subclass of Algorithm\n  derive it")
-    if inspect.isabstract(algorithm):
-        missing = ", ".join(sorted(algorithm.__abstractmethods__))
-        raise UsageError(f"{where}: {algorithm.__name__} lacks {missing}\n  write these methods")
-    for method in (getattr(algorithm, name, None) for name in hooks()):
-        if method and not hasattr(method, "draftcore_impl"):
-            hookimpl(method)
+    methods = dict(inspect.getmembers(algorithm, inspect.isroutine))
+    written = methods.keys() - algorithm.__abstractmethods__
+    if missing := missing_hooks(offer, written):
+        raise UsageError(f"{where}: {path} lacks {', '.join(missing)}\n  write these methods")
+    for name in written.intersection(of_algorithms()):
+        hookimpl(methods[name])
+    for name, hook, impl in marked(algorithm):
+        if wrong := mistake(hook, impl.argnames):
+            raise UsageError(f"{where}: {path}: {wrong}\n  draftcore hooks {name}")
     return algorithm
 
 
@@ -105,24 +107,16 @@ def _manager(plugins: Iterable[Plugin], owner: str = "") -> pluggy.PluginManager
     by_instance = {id(plugin.instance): plugin for plugin in plugins}
     for plugin in sorted(by_instance.values(), key=lambda plugin: plugin.name):
         guarded = ModuleType(plugin.name)
-        for name in dir(plugin.instance):
-            if opts := made.parse_hookimpl_opts(plugin.instance, name):
-                function = getattr(plugin.instance, name)
-                hook, wraps = opts["specname"] or name, opts["wrapper"] or opts["hookwrapper"]
-                observes = not (wraps or hook in first or plugin.name == owner)
-                guard: Any = _guard(function, hook, plugin, wraps, observes)
-                guard.draftcore_impl = opts
-                setattr(guarded, name, guard)
+        for name, hook, impl in marked(plugin.instance):
+            observes = not (impl.wrapper or hook in first or plugin.name == owner)
+            setattr(guarded, name, _guard(impl, hook, plugin, observes))
         made.register(guarded, plugin.name)
     return made
 
 
-def _guard(
-    function: Any, hook: str, plugin: Plugin, wraps: bool, observes: bool
-) -> Callable[..., Any]:
+def _guard(impl: pluggy.HookImpl, hook: str, plugin: Plugin, observes: bool) -> Any:
     """Return a plugin's hook such that it names both where it fails, and is dropped if it observes."""
-    spec = hooks().get(hook)  # none of an optional hook that nobody here asks for
-    first = spec is not None and spec.draftcore_spec["firstresult"]
+    spec, function = hooks().get(hook), impl.function  # no spec if nobody here asks for this hook
 
     def checked_result(result: Any, error: BaseException | None = None) -> Any:
         if isinstance(error, MEANT):
@@ -134,12 +128,11 @@ def _guard(
             return result
         else:
             hint = _hints(spec).get("return")
-            mistake = type_error(result, list[hint] if wraps and not first else hint)  # type: ignore[valid-type]
-            if not mistake:
-                stops = isinstance(result, Stop)
-                return replace(result, plugin=plugin.name) if stops else result
-            problem = f"returned {_type_of(result)}, and that does not fit: {mistake}"
-            problem += f"\n  draftcore hooks {hook}"
+            several = impl.wrapper and hook not in first_results()
+            wrong = type_error(result, list[hint] if several else hint)  # type: ignore[valid-type]
+            if not wrong:
+                return replace(result, plugin=plugin.name) if isinstance(result, Stop) else result
+            problem = f"returned {_type_of(result)}, and that does not fit: {wrong}\n  draftcore hooks {hook}"
         failure = DraftcoreError(f"the hook {hook} of {plugin} {problem}")
         if not observes:
             raise failure from error
@@ -159,12 +152,12 @@ def _guard(
     @functools.wraps(function)
     def around(*arguments: Any) -> Any:
         try:
-            result = yield from function(*arguments)
+            result = yield from cast(Any, function(*arguments))
         except BaseException as error:
             return checked_result(None, error)
         return checked_result(result)
 
-    return around if wraps else guarded
+    return around if impl.wrapper else guarded
 
 
 def type_error(value: Any, hint: Any, where: str = "it") -> str:
@@ -179,18 +172,16 @@ def type_error(value: Any, hint: Any, where: str = "it") -> str:
         if not isinstance(part, classes):
             wanted = asked if get_args(asked) else asked.__name__
             return f"{place} is {_type_of(part)}, not {wanted}"
-        if members and (absent := [name for name in members if not hasattr(part, name)]):
+        if absent := [name for name in members if not hasattr(part, name)]:
             return f"{place} is no {asked.__name__}, as it lacks {', '.join(absent)}"
         if part is None:
             continue
-        for name, field in fields:
-            parts.append((f"its {name}", getattr(part, name), field))
+        parts += [(f"its {name}", getattr(part, name), field) for name, field in fields]
         if len(elements) > 1 and len(part) != len(elements):
             return f"{place} has {len(part)} parts, not {len(elements)}"
-        if elements:
-            items = part.items() if isinstance(part, Mapping) else enumerate(part)
-            for (key, element), kind in zip(items, elements, strict=False):
-                parts.append((f"{place}[{key!r}]", element, kind))
+        items = part.items() if isinstance(part, Mapping) else enumerate(part if elements else ())
+        named = zip(items, elements, strict=False)
+        parts += [(f"{place}[{key!r}]", element, kind) for (key, element), kind in named]
     return ""
 
 

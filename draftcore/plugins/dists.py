@@ -117,10 +117,8 @@ def loose(file: Path) -> Plugin:
         present = ", ".join(sorted(p.name for p in file.parent.glob("*.py"))) or "none"
         raise UsageError(f"there is no file {file}\n  Python files in {file.parent}: {present}")
     if not file.stem.isidentifier():
-        raise UsageError(
-            f"{file} cannot be imported as a module {file.stem!r}\n"
-            "  rename it: letters, digits and '_', and no digit first"
-        )
+        remedy = "rename it: letters, digits and '_', and no digit first"
+        raise UsageError(f"{file} cannot be imported as a module {file.stem!r}\n  {remedy}")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last, so that it hides no installed module
     import hashlib  # 4 ms, for loose files only
@@ -170,7 +168,9 @@ def remedy(error: BaseException, plugin: Plugin, module: str) -> str:
     """Return the command that repairs the failed import of a plugin's module, or shows where it fails."""
     module = module.partition(":")[0]
     if module and not isinstance(error, ImportError):
-        return f"python -c {shlex.quote(f'import {module}')}   # shows where it fails"
+        asked = [hook for hook in ("describe", "commands") if hook in plugin.hooks]
+        calls = "".join(f"; {plugin.module.replace(':', '.')}.{hook}()" for hook in asked)
+        return f"python -c {shlex.quote(f'import {module}{calls}')}   # shows where it fails"
     lacking = str(getattr(error, "name", "") or module).partition(".")[0]
     if lacking in ("draftcore", module.partition(".")[0]):
         return install("--force-reinstall", plugin.dist)

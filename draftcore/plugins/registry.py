@@ -8,6 +8,7 @@ pluggy's own loader is not used, because its first bad plugin ends the loop, or 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import os
@@ -15,21 +16,20 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
-import pluggy
 from importlib_metadata import EntryPoint
 
 from draftcore.contracts.offers import Kind, Offer
-from draftcore.errors import UsageError, nearest, one_line, raised
+from draftcore.errors import UsageError, closest, nearest, one_line, raised
 from draftcore.plugins import catalog, dists
 from draftcore.plugins.catalog import CORE
 from draftcore.plugins.dists import Plugin
-from draftcore.plugins.specs import NEEDED, bring, hooks, trial
+from draftcore.plugins.specs import NEEDED, bring, hooks, marked, mistake, of_algorithms
 
 DISABLE = "DRAFTCORE_DISABLE"
 SEE_HOOKS = "draftcore hooks   # every hook and its arguments"
@@ -126,10 +126,9 @@ class Registry:
             of_offers = {h for o in plugin.offers if not o.implementation for h in NEEDED[o.kind]}
             if not {*plugin.hooks} - {"describe", "commands"} - of_offers:
                 offers = ", ".join(map(str, plugin.offers)) or "nothing"
-                raise UsageError(
-                    f"`plugins` names {plugin}, which has no observer and no wrapper\n"
-                    f"  it offers {offers}: leave it out there, and choose an offer by its name"
-                )
+                problem = f"`plugins` names {plugin}, which has no observer and no wrapper"
+                remedy = f"it offers {offers}: leave it out there, and choose an offer by its name"
+                raise UsageError(f"{problem}\n  {remedy}")
         loose = (self.named(plugin.name) for plugin in self.installed if plugin.loose)
         return tuple(dict.fromkeys([*named, *loose]))
 
@@ -140,14 +139,8 @@ class Registry:
         """
         ours = set((owner := catalog.owners(kind)).values())
         asked = self.judged(lambda p: p.loose or p.dist in ours or p.state != "found")
-        return {
-            offer.name: offer.capabilities
-            for plugin in asked
-            for offer in plugin.offers
-            if not plugin.problem
-            and offer.kind == kind
-            and owner.get(offer.name, plugin.dist) == plugin.dist
-        }
+        offers = [(p.dist, o) for p in asked if not p.problem for o in p.offers if o.kind == kind]
+        return {o.name: o.capabilities for dist, o in offers if owner.get(o.name, dist) == dist}
 
     def offering(self, kind: Kind, capability: str) -> list[str]:
         """Return the names of the usable offers of a kind that have a capability."""
@@ -192,11 +185,6 @@ def load_plugins(files: Iterable[Path] = (), path: Sequence[str] | None = None) 
     return Registry(sorted(plugins, key=lambda plugin: (plugin.name, plugin.dist)))
 
 
-def owners(hook: pluggy.HookCaller) -> list[str]:
-    """Name the plugins that answer a hook themselves, rather than wrap its answer."""
-    return [i.plugin_name for i in hook.get_hookimpls() if not (i.wrapper or i.hookwrapper)]
-
-
 class _UnusableError(Exception):
     """A check that failed: the plugin's problem, and maybe its fix and state."""
 
@@ -208,7 +196,7 @@ def _setting_aside(plugin: Plugin, module: str) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):  # as stdout may be read by a program
             yield
             return
-    except (_UnusableError, pluggy.PluginValidationError) as error:
+    except _UnusableError as error:
         problem, fix, state = error.args + ("", SEE_HOOKS, "broken")[len(error.args) :]
     except BaseException as error:  # the plugin's own code may raise anything, or exit
         where = traceback.extract_tb(error.__traceback__)[-1].line or ""
@@ -244,74 +232,88 @@ def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
 
 
 def _check_code(plugin: Plugin, registry: Registry) -> None:
-    """Import a plugin, register it on trial and check what it implements and offers."""
+    """Import a plugin, and check what it implements and offers."""
     instance = plugin.instance = EntryPoint(plugin.name, plugin.module, "draftcore").load()
     if inspect.isclass(instance):
         fix = f"there: plugin = {instance.__name__}(); in the entry point: module:plugin"
         raise _UnusableError(f"{plugin.module} is a class, not a module or an instance", fix)
     if plugin.loose and instance.__file__ != plugin.dist:
         raise _UnusableError(f"{instance.__file__} is a module of that name", "rename the file")
-    marked = {n: o for n in dir(instance) if (o := trial().parse_hookimpl_opts(instance, n))}
     for kind in plugin.kinds:
         registry.bring(kind)
-    if {opts["specname"] or name for name, opts in marked.items()} - hooks().keys():
+    found = list(marked(instance))
+    if (named := {hook for _, hook, _ in found}) - hooks().keys():
         registry.bring()
-    # As pluggy compares what it registers, and an instance may answer `==` as it likes.
-    stand_in, manager = ModuleType(plugin.name), trial()
-    vars(stand_in).update((name, getattr(instance, name)) for name in marked)
-    manager.register(stand_in, plugin.name)  # pluggy checks its arguments only
-    try:
-        _check_hooks(plugin, registry, manager.get_hookcallers(stand_in) or [])
-    finally:
-        manager.unregister(stand_in)
+    if not found:
+        raise _UnusableError(f"registers no hook{_unmarked(instance, hooks())}")
+    for _, hook, impl in found:
+        if (hook in hooks() or not impl.optionalhook) and (wrong := mistake(hook, impl.argnames)):
+            raise _UnusableError(wrong)
+        if impl.wrapper and not inspect.isgeneratorfunction(impl.function):
+            raise _UnusableError(f"the wrapper {hook} has no yield")
+    plugin.hooks = tuple(name for name in hooks() if name in named)
+    _check_offers(plugin, registry, [hook for _, hook, impl in found if not impl.wrapper])
 
 
-def _check_hooks(plugin: Plugin, registry: Registry, callers: Sequence[Any]) -> None:
-    instance, known = plugin.instance, hooks()
-    for caller in callers:
-        if not (caller.has_spec() or all(impl.optionalhook for impl in caller.get_hookimpls())):
-            raise _UnusableError(f"unknown hook {caller.name!r}{nearest(caller.name, known)}")
-    if not callers:
-        raise _UnusableError(f"registers no hook{_unmarked(instance, known)}")
-    plugin.hooks = tuple(name for name in known if name in {caller.name for caller in callers})
-    offers = _answers(plugin, "describe", Offer, registry)
-    verbs = _answers(plugin, "commands", click.Command, registry)
+def _check_offers(plugin: Plugin, registry: Registry, answered: Collection[str]) -> None:
+    """Ask a plugin what it offers, and check that it answers the hooks of that."""
+    offers = _returned(plugin, "describe", Offer)
+    verbs = _returned(plugin, "commands", click.Command)
+    for kind in {offer.kind for offer in offers} - NEEDED.keys():
+        registry.bring()
+        if kind not in NEEDED:
+            hint, fix = dists.advice("kind", kind, NEEDED)
+            raise _UnusableError(f"describe() offers the unknown kind {kind!r}{hint}", fix)
     plugin.verbs = {verb.name: verb for verb in verbs}
     if sum(offer.kind == "algorithm" and not offer.implementation for offer in offers) > 1:
         fix = "write each as a class, and name it by Offer(..., implementation='module:Class')"
         raise _UnusableError("describe() returned several algorithms written as functions", fix)
     plugin.offers = (*offers, *(Offer("verb", name) for name in plugin.verbs))
     for offer in plugin.offers:
-        if not offer.implementation and (missing := missing_hooks(offer, trial().hook)):
+        if offer.implementation:
+            _check_class(offer.implementation)
+        elif missing := missing_hooks(offer, answered):
             problem = f"offers the {offer.kind} {offer.name!r} without {', '.join(missing)}"
-            raise _UnusableError(problem + _unmarked(instance, missing))
+            raise _UnusableError(problem + _unmarked(plugin.instance, missing))
 
 
-def _answers(plugin: Plugin, hook: str, kind: type, registry: Registry) -> tuple[Any, ...]:
-    """Ask a plugin for its offers, or its verbs, and check each of them."""
+def _check_class(path: str) -> None:
+    """Check the methods of an algorithm's class as they are written: to import it takes torch's import."""
+    module, _, name = path.partition(":")
+    spec: Any = find_spec(module)
+    source = spec.loader.get_source(module) if spec else None
+    for part in ast.parse(source or "", module).body:
+        methods = part.body if isinstance(part, ast.ClassDef) and part.name == name else ()
+        for method in (m for m in methods if isinstance(m, ast.FunctionDef) and m.name[0] != "_"):
+            needed = method.args.args[1 : len(method.args.args) - len(method.args.defaults)]
+            near = closest(method.name, of_algorithms(), 0.8)  # a hook, or one mistyped
+            if near and (wrong := mistake(method.name, [argument.arg for argument in needed])):
+                raise _UnusableError(f"{name}: {wrong}")
+
+
+def _returned(plugin: Plugin, hook: str, kind: type) -> tuple[Any, ...]:
+    """Ask a plugin for its offers, or its verbs, and check that each of them can be listed."""
     answer = getattr(plugin.instance, hook)() if hook in plugin.hooks else ()
     right = isinstance(answer, Sequence) and all(isinstance(one, kind) for one in answer)
-    if right and {offer.kind for offer in answer if isinstance(offer, Offer)} - NEEDED.keys():
-        registry.bring()
     if right and all(map(_can_be_listed, answer)):
         return tuple(answer)
-    fix = f"return a list of {kind.__name__}s; kinds of Offers: {', '.join(NEEDED)}"
+    fix = f"return a list of {kind.__name__}s"
     raise _UnusableError(f"{hook}() returned {one_line(answer)}", fix)
 
 
 def _can_be_listed(item: Any) -> bool:
-    """Say whether an offer, or a verb, is of a known kind, and its texts can be printed on a line."""
+    """Say whether the texts of an offer, or a verb, can be printed on a line."""
     verb = isinstance(item, click.Command)
     paths = () if verb else (item.options, item.implementation, *item.capabilities)
     more = [item.get_short_help_str()] if verb else item.lacks().split("\n")
     text = "".join([item.name, *paths, *more])
-    return (verb or item.kind in NEEDED) and one_line(text, 9999) == text
+    return one_line(text, 9999) == text
 
 
-def missing_hooks(offer: Offer, hook: Any) -> list[str]:
-    """Name the hooks that an offer of this kind and these capabilities needs, and nobody answers."""
+def missing_hooks(offer: Offer, answered: Collection[str]) -> list[str]:
+    """Name the hooks that an offer of this kind and these capabilities needs beside those answered."""
     needed = NEEDED[offer.kind] + ("build_disagg_draft_input",) * ("disagg" in offer.capabilities)
-    return [name for name in needed if not owners(getattr(hook, name))]
+    return [name for name in needed if name not in answered]
 
 
 def _unmarked(instance: Any, names: Iterable[str]) -> str:

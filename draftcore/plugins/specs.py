@@ -7,13 +7,15 @@ answer. Like modules, what was brought stays for the whole process.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable, Iterator
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import pluggy
 
 from draftcore.contracts.hooks import Specs
+from draftcore.errors import nearest
 
 OF_ONE_HOOK = "target", "samples", "capture", "batches", "evaluation", "runner"  # of their name
 # By kind the hooks that an offer of it has to answer.
@@ -39,11 +41,36 @@ def first_results() -> list[str]:
     return [name for name, hook in hooks().items() if hook.draftcore_spec["firstresult"]]
 
 
+def of_algorithms() -> list[str]:
+    """Return the names of the hooks that algorithms answer: those that are given options, and no name."""
+    given = {name: signature(hook).parameters for name, hook in hooks().items()}
+    return [name for name, has in given.items() if "options" in has and "name" not in has]
+
+
+def marked(instance: Any) -> Iterator[tuple[str, str, pluggy.HookImpl]]:
+    """Yield the functions of a plugin that are marked as hooks: their names, hooks, and how they are."""
+    parse = pluggy.PluginManager("draftcore").parse_hookimpl_opts
+    for name, opts in ((name, parse(instance, name)) for name in dir(instance)):
+        if opts:
+            impl = pluggy.HookImpl(instance, "", getattr(instance, name), opts)
+            yield name, opts["specname"] or name, impl
+
+
+def mistake(hook: str, arguments: Iterable[str]) -> str:
+    """Say what is wrong with a function of these arguments that answers a hook; '' if nothing is."""
+    if hook not in hooks():
+        return f"unknown hook {hook!r}{nearest(hook, hooks())}"
+    known = list(signature(hooks()[hook]).parameters)[1:]
+    for name in (name for name in arguments if name not in known):
+        return f"{hook} has no argument {name!r}{nearest(name, known)}; it has {', '.join(known)}"
+    return ""
+
+
 def bring(module: str) -> None:
     """Load the hooks and kinds of a module; raises whatever its import does."""
     brought = import_module(module)
     if brought.Specs not in SPECS:
-        trial().add_hookspecs(brought.Specs)
+        pluggy.PluginManager("draftcore").add_hookspecs(brought.Specs)
         SPECS.append(brought.Specs)
         NEEDED.update({**brought.NEEDED, **NEEDED})  # what is there stays as it is
 
@@ -54,9 +81,3 @@ def manager() -> pluggy.PluginManager:
     for specs in SPECS:
         made.add_hookspecs(specs)
     return made
-
-
-@functools.cache
-def trial() -> pluggy.PluginManager:
-    """Return the manager that each plugin is registered with alone, as making one takes 4 ms."""
-    return manager()

@@ -27,6 +27,8 @@ from draftcore.errors import DraftcoreError, UsageError, plural
 from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.files import hold, write_sealed
+from draftcore.listing import from_here
+from draftcore.plugins import catalog
 from draftcore.progress import in_words
 from draftcore.run import DraftRun, Role, Run, changes, differences
 from draftcore.run.capture import fill_store
@@ -96,8 +98,12 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
 
 
 def say_beginning(parts: TrainerParts, say: Callable[[str], None]) -> None:
-    """Say where each draft stands, what it is, and how large a step is."""
+    """Say whose plugins take part, where each draft stands, what it is, and how large a step is."""
     plan, total = parts.plan, parts.plan.total_steps
+    ours, used = catalog.dists(), [p for t in parts.trainers for p in t.about["plugins"]]
+    others = ["{name} ({dist} {version})".format_map(p) for p in used if p["dist"] not in ours]
+    if others:
+        say(from_here(f"plugins that are not draftcore's own: {', '.join(dict.fromkeys(others))}"))
     for draft, trainer in zip(parts.run.drafts, parts.trainers, strict=True):
         if trainer.step >= total:
             say(f"already trained: {plural(trainer.step, 'step')} in {draft.folder}")

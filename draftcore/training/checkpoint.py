@@ -263,9 +263,11 @@ def _require_whole(file: Path) -> Mapping[str, str]:
 
 
 def missing(described: Sequence[Mapping[str, str]], registry: Registry) -> str:
-    """Say what brings back the plugins of a manifest that are here in no version, '' for none."""
-    names = {entry["name"] for entry in described}
-    here = {p.name for p in registry.judged(lambda p: p.name in names) if not p.problem}
+    """Say what brings back the plugins of a manifest that are here in no version, '' for none.
+
+    What keeps one that is here from being used is said by who binds it.
+    """
+    here = {plugin.name for plugin in registry.installed}
     lines = ["this was made with plugins that are not here:"]
     for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in described):
         if name not in here:

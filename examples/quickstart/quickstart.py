@@ -2,7 +2,8 @@
 
     python examples/quickstart/quickstart.py examples/quickstart/eagle3.yaml [KEY=VALUE]...
 
-Leaves summary.json, acceptance.png and export/ in the run's folder, whose path is the last line.
+Leaves summary.json, acceptance.png and export/ in the run's folder, whose path it prints. Where llama.cpp
+is installed (draftcore-llamacpp[serve]) it serves the draft, and the last lines say how fast that was.
 """
 
 import json
@@ -10,9 +11,12 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
+
+SERVED = 20  # prompts that are decoded by llama.cpp
 
 
 def main(config: str, *overrides: str) -> None:
@@ -35,6 +39,10 @@ def main(config: str, *overrides: str) -> None:
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(f"\n{json.dumps(summary, indent=1)}\n{run.resolve()}")
+    if find_spec("draftcore_llamacpp") and find_spec("xllamacpp"):
+        serve = ["served", config, *overrides, "--engine", "llamacpp", "--speed"]
+        print("\n$ draftcore", *serve, flush=True)
+        subprocess.run(["draftcore", *serve, f"eval.prompts={SERVED}"], check=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any
@@ -279,6 +280,37 @@ def test_methods_of_a_class_answer_the_hooks_and_know_their_options(family: Site
 def test_a_class_that_is_no_whole_algorithm_is_refused(family: Site, name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         bind(family.load(), "algorithm", name)
+
+
+METHODS = {
+    "forward_loss(self, draft, bacth)": "forward_loss has no argument 'bacth' (did you mean 'batch'?)",
+    "forward_los(self, draft)": "unknown hook 'forward_los' (did you mean 'forward_loss'?)",
+    "drafters(self, draft)": "unknown hook 'drafters' (did you mean 'drafter'?)",
+}
+
+
+@pytest.mark.parametrize(("method", "says"), METHODS.items(), ids=METHODS)
+def test_a_wrong_method_is_named_before_its_class_is_imported(
+    site: Site, method: str, says: str
+) -> None:
+    head = "class Heads(Lazy):\n"
+    wrong = CLASSES.replace(head, f"{head}        def {method}: ...\n")
+    site.module("fake_family_classes", wrong)
+    site.plugin("family", FAMILY)
+    assert says in site.judged("family").problem
+    with pytest.raises(UsageError, match=re.escape(says)):
+        bind(site.load(), "algorithm", "tied")
+    assert "fake_family_classes" not in sys.modules
+
+
+def test_a_wrong_method_that_is_inherited_is_named_when_its_class_is_bound(family: Site) -> None:
+    family.module("fake_base", CLASSES.replace("batch, context", "ctx"))
+    family.module("fake_family_classes", "from fake_base import *\nclass Lazy(Heads): ...")
+    assert family.judged("family").state == "ready"
+    with pytest.raises(
+        UsageError, match=r"Lazy: forward_loss has no argument 'ctx' .did you mean 'context'"
+    ):
+        bind(family.load(), "algorithm", "lazy")
 
 
 @pytest.mark.parametrize(

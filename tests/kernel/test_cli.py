@@ -97,6 +97,7 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
                 "options": "",
                 "implementation": "",
                 "needs": "",
+                "examples": [],
             }
         ],
         "hooks": ["describe", "feature_store"],
@@ -137,10 +138,12 @@ def test_only_check_makes_what_is_broken_an_exit_status(site: Site) -> None:
 def test_two_plugins_of_one_offer_are_both_ready_and_the_clash_is_told(site: Site) -> None:
     for name in ("a", "b"):
         site.plugin(name, STORE.replace("NAME", "same"))
-    told = "a and b offer the store 'same': a run chooses by `plugin` beside the name, and else "
-    told += "takes that of our own dist, if any"
+    told = "a and b offer the store 'same': a run takes none, or that of `plugin` beside the name"
     assert told in invoke(site, "list-plugins").output.splitlines()
     assert json.loads(invoke(site, "list-plugins", "--json").output)["clashes"] == [told]
+    site.store("same")
+    taken = "a and b and same offer the store 'same': a run takes that of same (draftcore-same 0.1)"
+    assert f"{taken}, or that of `plugin` beside the name" in invoke(site, "list-plugins").output
     assert invoke(site, "list-plugins", "--check").exit_code == 1
 
 

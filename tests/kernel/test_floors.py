@@ -59,6 +59,10 @@ ELSEWHERE = {
     "draftcore-ray/draftcore_ray/launcher.py": (1, "a mark without content"),
     "draftcore-sharedfs/draftcore_sharedfs/channel.py": (2, "a random name; by `open` there"),
     "draftcore-shm/draftcore_shm/segment.py": (1, "a descriptor"),
+    "draftcore-vllm/draftcore_vllm/internals/draftcore_connector.py": (
+        1,
+        "a folder just made, or one that whoever started a server named",
+    ),
     "draftcore-tools/draftcore_tools/overfit.py": (2, "a folder just made"),
     "draftcore-tools/draftcore_tools/recipes.py": (1, "a folder just made"),
     "draftcore-tools/draftcore_tools/suggest.py": (1, "a folder just made"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner, Result
 from draftcore_sdk.hooks import hooks, hooks_data
+from draftcore_sdk.plugins import CAPABILITIES
 
 from draftcore.plugins.registry import Registry, load_plugins
 
@@ -46,6 +47,13 @@ def test_every_capability_that_a_suite_asks_for_is_explained() -> None:
     asked = set(re.findall(r'\brequire(?:_absent)?\(\s*"([a-z_-]+)"', text))
     assert {"shared", "durable"} <= asked
     assert {name for name in asked if f"`{name}`" not in PAGE} == set()
+    known = {
+        word.replace("sglang:", "SERVER:") for words in CAPABILITIES.values() for word in words
+    }
+    known |= {re.sub(":.*", ":NAME", word) for word in known}
+    table = re.findall(r"^\| (?:algorithm|store|capture|graph)\S* \| (.*?) \|", PAGE, re.MULTILINE)
+    explained = {word for words in table for word in re.findall("`(.*?)`", words)}
+    assert {"durable", "served:NAME"} <= explained <= known
 
 
 def test_a_hook_is_shown_with_the_fields_of_its_records(site: Site) -> None:

@@ -89,13 +89,16 @@ BROKEN = {
     "class Mute(Exception):\n    def __str__(self): 1 / 0\nraise Mute": "Mute: (it has no text: that ra",
     "raise ValueError('\\x1b\\n' + 'x' * 998)": rf"ValueError: \x1b {'x' * 498} ... (1000 characters)",
     "@hookimpl\ndef forwrd_loss(draft): ...": "unknown hook 'forwrd_loss' (did you mean 'forward_l",
-    "@hookimpl\ndef evaluated(step, colour): ...": "Argument(s) {'colour'} are declared in the hookimpl",
+    "@hookimpl\ndef evaluated(step, reprot): ...": "no argument 'reprot' (did you mean 'report'?);",
+    "@hookimpl(wrapper=True)\ndef capture(): ...": "the wrapper capture has no yield",
     FORGOTTEN: "registers no hook; put @hookimpl above capture, evaluated",
     "answer = 42": "registers no hook",
     offering("raise SystemExit(3)"): "SystemExit: 3",
     offering("return Offer('store', 'x')"): "describe() returned store x",
     offering("return ['store']"): "describe() returned ['store']",
-    offering("return [Offer('shop', 'x')]"): "describe() returned [Offer(kind='shop'",
+    offering(
+        "return [Offer('algoritm', 'x')]"
+    ): "unknown kind 'algoritm' (did you mean 'algorithm'?)",
     "@hookimpl\ndef commands(): return [1]": "commands() returned [1]",
     offering("return [Offer('algorithm', n) for n in 'ab']"): "several algorithms written as fu",
     offering("return [Offer('graph', 'mine')]"): "offers the graph 'mine' without graph_backend",
@@ -167,6 +170,9 @@ def test_what_a_plugin_prints_goes_to_stderr_once(site: Site, capfd: Captured) -
     printed = capfd.readouterr()
     assert site.judged("chatty").fix == "python -c 'import fake_chatty'   # shows where it fails"
     assert (printed.out, printed.err) == ("", "hello\n")
+    site.plugin("mistaken", offering("return [Offer('store', 'x', option='y')]"))
+    shows = "python -c 'import fake_mistaken; fake_mistaken.describe()'   # shows where it fails"
+    assert site.judged("mistaken").fix == shows
 
 
 def test_a_class_is_refused_but_its_instance_is_a_plugin(site: Site) -> None:
@@ -493,6 +499,7 @@ def test_a_manifest_names_what_is_missing_and_lets_an_upgrade_pass(site: Site) -
         shutil.rmtree(site.folder / f"{folder}.dist-info")
     site.metadata("draftcore-moved", {"moved": "fake_moved"}, version="0.2")
     site.plugin("idle", "raise AssertionError('imported')")
+    site.metadata("another", {"kept": "fake_kept"})  # which who binds it tells of
     lines = checkpoint.missing(manifest, site.load()).splitlines()[1:]
     assert "fake_idle" not in sys.modules
     assert [line.strip() for line in lines] == [

@@ -42,6 +42,11 @@ MODELS = {
         "draftcore_sglang.options:ServerOptions",
         "draftcore_sglang.options:EngineOptions",
     ],
+    "draftcore-vllm": [
+        "draftcore_vllm.options:EngineOptions",
+        "draftcore_vllm.options:VllmOptions",
+        "draftcore_vllm.options:ServerOptions",
+    ],
 }
 VERB = re.compile(r"(?:^|^\$ |`)draftcore ([a-z][a-z-]+)", re.MULTILINE)
 FOLDERS = r"draftcore(?!_echo)\w*|docs|tests|benchmarks|examples|plugins|internals"

@@ -76,7 +76,9 @@ class Endpoints:
         advise: Callable[[int], str],
     ) -> None:  # fmt: skip
         most, first = (concurrency, concurrency) if concurrency else (MANY, FEW)
-        self.endpoints = [Endpoint(_base(url), most, first) for url in dict.fromkeys(urls)]
+        self.endpoints = [
+            Endpoint(base_url(url, "--endpoint"), most, first) for url in dict.fromkeys(urls)
+        ]
         self.under_way = concurrency or MANY * len(self.endpoints)
         self.body: dict[str, Any] = {}
         self.timeout, self.patience, self.answered = timeout, patience, time.monotonic()
@@ -181,8 +183,11 @@ class Endpoints:
         return text.replace(self._key, "***") if self._key else text
 
 
-def _base(url: str) -> str:
-    """Return the address that `/chat/completions` is added to; a bare host means its `/v1`."""
+def base_url(url: str, option: str) -> str:
+    """Return the address that `/chat/completions` is added to; a bare host means its `/v1`.
+
+    Raises UsageError, which names the option that has it.
+    """
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
@@ -190,7 +195,7 @@ def _base(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo or parsed.query:
         named = "" if holds_secret(url) else f" {url!r}"
         raise UsageError(
-            f"--endpoint{named} is not a server's address\n"
+            f"{option}{named} is not a server's address\n"
             f"  write it like http://localhost:8000/v1; a key comes from the environment: {KEY}"
         )
     return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")

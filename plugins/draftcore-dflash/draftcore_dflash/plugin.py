@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
+EXAMPLE = {
+    "num_layers": 2, "layers": [2, 5, 9], "block_size": 5, "num_anchors": 9, "num_drafts": 3,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": True,
+    "loss_decay_gamma": None, "mask_token_id": 3, "num_attention_heads": 6, "num_key_value_heads": 3,
+}  # fmt: skip
 CAPABILITIES = "compile cross_entropy disagg layout:serving parallel served:sglang served:vllm "
 CAPABILITIES += "sglang:DFLASH vllm:dflash"
 
@@ -13,4 +18,5 @@ CAPABILITIES += "sglang:DFLASH vllm:dflash"
 def describe() -> Sequence[Offer]:
     options = "draftcore_dflash.options:DFlashOptions"
     implementation = "draftcore_dflash.algorithm:DFlash"
-    return [Offer("algorithm", "dflash", frozenset(CAPABILITIES.split()), options, implementation)]
+    capabilities, examples = frozenset(CAPABILITIES.split()), [EXAMPLE]
+    return [Offer("algorithm", "dflash", capabilities, options, implementation, examples=examples)]

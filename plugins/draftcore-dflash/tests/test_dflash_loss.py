@@ -31,7 +31,6 @@ from draftcore_sdk.algorithm_fixtures import (
 )
 from draftcore_sdk.comparisons import (
     Heads,
-    check_bf16,
     require_attention,
     require_naive,
     require_same_update,
@@ -235,13 +234,6 @@ def test_a_sample_too_short_for_its_block_is_no_error(
     assert float(alone.denominator) == length - 1
     assert output.numerator.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_bf16_compute_keeps_the_loss_in_fp32(
-    make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    batch = DFlash(OPTIONS).collate(make_samples(30, 20))
-    check_bf16(DFlash(OPTIONS), make_draft(dtype=torch.float32), batch, CONTEXT)
 
 
 def test_metrics_count_leading_hits(make_draft: MakeDraft, make_samples: MakeSamples) -> None:

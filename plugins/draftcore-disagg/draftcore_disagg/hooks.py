@@ -16,10 +16,11 @@ class Specs:
     """Hooks as in `draftcore.contracts.hooks`."""
 
     @hookspec(firstresult=True)
-    def channel(self, name: str, uri: str, secret: bytes) -> Channel:
+    def channel(self, name: str, uri: str, secret: bytes, patience: float) -> Channel:
         """Open the way at `uri` from producers to the trainer's queue. First result.
 
-        `secret` is what both ends of a run know, and nobody else.
+        `secret` is what both ends of a run know, and nobody else. A call raises ChannelAway where no trainer
+        answers for `patience` seconds.
         """
 
     @hookspec(firstresult=True)

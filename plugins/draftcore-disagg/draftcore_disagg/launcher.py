@@ -24,10 +24,10 @@ class Job:
     `command` is draftcore's and `arguments` those of its verb; `of` returns a whole command. A process
     that a signal kills, or that is lost with its machine, is started again, all ranks together and a
     producer alone, up to `restarts` times each; one that says itself why it ended is not, unless it is a
-    rank that ends with `RANK_LOST`, or a producer, which may be tried anew but for `REFUSED`: that would
-    be refused again. `folder` is the run's: rank 0 writes there. `channel` is the run's way from producers
-    to the trainer; `tcp` stands for one that the launcher may choose. A producer takes so many `devices`,
-    and starts by itself what it runs on them.
+    rank that ends with `RANK_LOST`, or a producer that failed, which may be tried anew but for `REFUSED`:
+    that would be refused again. `folder` is the run's: rank 0 writes there. `channel` is the run's way from
+    producers to the trainer; `tcp` stands for one that the launcher may choose. A producer takes so many
+    `devices`, and starts by itself what it runs on them.
     """
 
     command: Sequence[str]
@@ -71,7 +71,9 @@ def verdict(codes: Sequence[int | None], asked: bool) -> int | None:
 
 class Launcher(Protocol):
     """Runs jobs. A rank finds its place in the environment, as `torchrun` sets it: RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single rank needs none of these.
+    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single rank needs none of these. Another run
+    may be on the same machine, so the port is one that is free. Ranks and producers have the environment of
+    who runs the job.
     """
 
     def run(self, job: Job) -> int:
@@ -80,8 +82,9 @@ class Launcher(Protocol):
         Producers are started, or asked by SIGTERM to go, as `job.wanted()` changes.
 
         SIGINT, SIGTERM or SIGHUP is passed on to the ranks, which save and stop, a second one ends all;
-        the status is then `INTERRUPTED`. Raises DraftcoreError where a process cannot be kept alive,
-        UsageError where what was asked for cannot be had or a producer was refused.
+        the status is then `INTERRUPTED`. Afterwards, also after an error, signals do what they did before.
+        Raises DraftcoreError where a process cannot be kept alive, UsageError where what was asked for
+        cannot be had or a producer was refused.
         """
 
 

@@ -51,10 +51,10 @@ def launch(config: Any, command: Sequence[str], arguments: Sequence[str], bind: 
 
 
 @hookimpl
-def channel(name: str, uri: str, secret: bytes) -> Channel:
+def channel(name: str, uri: str, secret: bytes, patience: float) -> Channel:
     from draftcore_disagg.tcp import TcpChannel
 
-    return TcpChannel.open(uri, secret)
+    return TcpChannel.open(uri, secret, patience)
 
 
 @hookimpl

@@ -45,8 +45,8 @@ def open_channel(run: OpenRun) -> Channel:
 def channel_of(uri: str, shared: str, bind: Callable[[str, str], Bound]) -> Channel:
     """Open the channel of a URI for those who share a secret."""
     bound = bind("channel", uri.partition(":")[0])
-    opened = bound.hook.channel(name=bound.offer.name, uri=uri, secret=shared.encode())
-    return cast(Channel, opened)
+    given = {"uri": uri, "secret": shared.encode(), "patience": PATIENCE}
+    return cast(Channel, bound.hook.channel(name=bound.offer.name, **given))
 
 
 class QueueSource:

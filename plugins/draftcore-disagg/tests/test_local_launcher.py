@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from draftcore_disagg.local import Child, Processes, devices
-from draftcore_sdk.launchers import SOON, TOOLS, LauncherSuite
+from draftcore_sdk.launchers import TOOLS, LauncherSuite
 
 from draftcore.errors import DraftcoreError, ExitStatus
 
@@ -18,7 +18,7 @@ Make = Callable[..., Child]
 @pytest.fixture
 def child(tmp_path: Path) -> Make:
     def make(name: str, program: str, kind: type[Child] = Child) -> Child:
-        tools = TOOLS.replace("SOON", str(SOON))
+        tools = TOOLS.replace("SOON", "300")
         return kind(name, [sys.executable, "-c", tools + program, str(tmp_path)])
 
     return make

@@ -27,9 +27,6 @@ Stranger = Callable[[], socket.socket]
 class TestTcp(ChannelSuite):
     plugin, name = "draftcore_disagg.plugin", "tcp"
 
-    def impatient(self, uri: str, secret: bytes, patience: float) -> TcpChannel:
-        return TcpChannel.open(uri, secret, patience)
-
 
 class Echo:
     """Answers a request with itself."""

@@ -27,7 +27,6 @@ from draftcore_nn import losses
 from draftcore_sdk import comparisons
 from draftcore_sdk.algorithm_fixtures import MakeDraft, MakeSamples, accumulate
 from draftcore_sdk.comparisons import (
-    check_bf16,
     check_close,
     require_naive,
     require_same_update,
@@ -160,12 +159,10 @@ def test_slices_of_the_head_change_nothing(
     require_same_update(accumulate(Domino(OPTIONS), draft, [batch], CONTEXT), whole)
 
 
-def test_bf16_compute_keeps_the_loss_and_the_gru_in_fp32(
+def test_bf16_compute_keeps_the_gru_in_fp32(
     make_draft: MakeDraft, make_samples: MakeSamples
 ) -> None:
-    draft = make_draft(dtype=torch.float32)
-    batch, module = Domino(OPTIONS).collate(make_samples(30, 20)), draft.module
-    check_bf16(Domino(OPTIONS), draft, batch, CONTEXT)
+    module, batch = make_draft(dtype=torch.float32).module, Domino(OPTIONS).collate(make_samples(9))
     assert isinstance(module, DominoDraft)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         states, _ = module.read(batch.token_ids_BT)

@@ -5,12 +5,19 @@ from collections.abc import Sequence
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
+EXAMPLE = {
+    "layers": [9, 0, 4], "draft_vocab_size": 200, "fc_norm": True, "norm_output": True,
+    "supervise": "predicted", "num_attention_heads": 6, "num_key_value_heads": 3, "ttt_length": 3,
+    "num_drafts": 4,
+}  # fmt: skip
 # Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
-CAPABILITIES = "compile disagg layout:serving served:sglang served:vllm sglang:EAGLE3 vllm:eagle3"
+CAPABILITIES = "compile disagg distils layout:serving served:sglang served:vllm "
+CAPABILITIES += "sglang:EAGLE3 vllm:eagle3"
 
 
 @hookimpl
 def describe() -> Sequence[Offer]:
     options = "draftcore_eagle3.options:Eagle3Options"
     implementation = "draftcore_eagle3.algorithm:Eagle3"
-    return [Offer("algorithm", "eagle3", frozenset(CAPABILITIES.split()), options, implementation)]
+    capabilities, examples = frozenset(CAPABILITIES.split()), [EXAMPLE]
+    return [Offer("algorithm", "eagle3", capabilities, options, implementation, examples=examples)]

@@ -29,7 +29,7 @@ from draftcore_sdk.algorithm_fixtures import (
     accumulate,
     use_exact_frequencies,
 )
-from draftcore_sdk.comparisons import Heads, check_bf16, require_attention, require_naive
+from draftcore_sdk.comparisons import Heads, require_attention, require_naive
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, StepContext, StepOutput
@@ -208,13 +208,6 @@ def test_a_teacher_who_knows_no_draft_token_is_finite(
     )
     assert output.numerator.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_bf16_compute_keeps_the_loss_in_fp32(
-    make_draft: MakeDraft, make_samples: MakeSamples
-) -> None:
-    draft = make_draft(dtype=torch.float32, draft_vocab_size=24)
-    check_bf16(Eagle3(OPTIONS), draft, Eagle3(OPTIONS).collate(make_samples(30, 20)), CONTEXT)
 
 
 @pytest.mark.parametrize("supervise", ["reference", "predicted"])

@@ -11,7 +11,6 @@ from draftcore import export, open_run
 from draftcore.contracts.run import OpenDraft
 from draftcore.errors import UsageError
 from draftcore.files import EXPORT, read_sealed
-from draftcore.options import apply_overrides
 
 if TYPE_CHECKING:
     from draftcore.options import Config
@@ -56,16 +55,19 @@ def evaluate(
 def served(
     config: Config, *overrides: str, engine: str, draft: str | None = None,
     checkpoint: Path | None = None, exported: Path | None = None, requests: int = 1,
-    dtype: str = "float32", options: Sequence[str] = (),
+    dtype: str = "float32", options: Sequence[str] = (), speed: bool = False,
     registry: Any = None, say: Callable[[str], object] = print,
 ) -> list[Served]:  # fmt: skip
     """Decode the eval prompts by an engine, and by our own decoder: is each draft served as trained?
 
     `engine` is the name of one, or the URL of a server that runs; `options` are its own, as KEY=VALUE.
     The newest checkpoint is exported and served, or that which is named; or an export that is there, beside
-    the checkpoint of its step. Raises DraftcoreError for an engine that does not answer all prompts.
+    the checkpoint of its step. Of one that is served as trained the `speed` is measured as well, for its
+    card. Raises DraftcoreError for an engine that does not answer all prompts.
     """
     from draftcore import open_draft
+    from draftcore.options import apply_overrides
+    from draftcore_eval import speed as speeds
     from draftcore_eval.causes import Variants
     from draftcore_eval.evaluation import Decoding
     from draftcore_eval.served import Asking, compare, decode_here, named
@@ -94,6 +96,15 @@ def served(
             found.append(compare(variants, *decoded, exported or fresh, categories, asking))
             for name, value in found[-1].lines():
                 say(f"{name:28}  {value}")
+            if speed and found[-1].as_trained:
+                limit, count = evaluation.options.max_new_tokens, found[-1].num_drafts
+                measured = speeds.measure(chosen, exported or fresh, count, ids, limit, asking)
+                speeds.write(measured, origin.get("weights"), chosen.folder)
+                places = dict.fromkeys(filter(None, (exported, chosen.folder / "export")))
+                for line in card_lines(evaluation, chosen, places):
+                    say(line)
+                for name, value in speeds.lines(measured):
+                    say(f"{name:28}  {value}")
         return found
 
 
@@ -101,13 +112,21 @@ def checkpoint_of(exported: Path | None, draft: OpenDraft) -> Path | None:
     """Return the checkpoint of an export's step, where the run still has it."""
     if exported is None or not (manifest := exported / EXPORT).is_file():
         return None
-    folder = draft.folder / "checkpoints" / f"step-{read_sealed(manifest)['step']:08}"
+    try:
+        step = int(read_sealed(manifest)["step"])
+    except (ValueError, KeyError) as error:
+        raise UsageError(
+            f"{manifest} is not as it was written: {error}\n"
+            "  name the checkpoint that was exported, with --checkpoint"
+        ) from None
+    folder = draft.folder / "checkpoints" / f"step-{step:08}"
     return folder if folder.is_dir() else None
 
 
 def card_lines(
-    evaluation: Any, draft: OpenDraft, exports: Iterable[Path], report: Mapping[str, Any]
-) -> Iterator[str]:
+    evaluation: Any, draft: OpenDraft, exports: Iterable[Path],
+    report: Mapping[str, Any] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Write the cards of those exports of a draft that are there; an evaluation may write none."""
     card = getattr(evaluation, "card", lambda *given: ())
     for folder in exports:

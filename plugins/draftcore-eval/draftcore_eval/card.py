@@ -20,8 +20,9 @@ from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.run import OpenDraft
 from draftcore.contracts.target import TargetSpec
+from draftcore.errors import plural
 from draftcore.files import EXPORT, read_sealed, regular, write_atomic
-from draftcore_eval import serving
+from draftcore_eval import serving, speed
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 DATASET = re.compile(rf"hf:({HUB_ID.pattern})(\?[\w.=&%+-]*)?")
@@ -51,14 +52,16 @@ def write_card(
     if file.exists() and not is_ours(regular(file).read_text(encoding="utf-8")):
         return [f"{'model card':28}  {file} was edited, and is left as it is"]
     drafts = drafts_of(draft, folder, report)
-    text = "\n".join(sections(draft, manifest, report, drafts)) + "\n"
+    speeds = speeds_of(draft.folder, weights)
+    text = "\n".join(sections(draft, manifest, report, drafts, speeds)) + "\n"
     try:
         write_atomic(file, text + SEAL.format(digest(text)))
     except OSError as error:
         return [f"{'model card':28}  {file} cannot be written: {error.strerror}"]
     measured = f"acceptance length {report['acceptance_length']:.2f}" if report else NOT_MEASURED
     lines = [f"{'model card':28}  {file}: {measured}"]
-    served = commands(draft, drafts, str(folder))
+    served = dict(commands(draft, drafts, str(folder)))
+    served |= {measured["engine"]: measured["command"] for measured in speeds}
     lines += [f"to serve with {server}:\n  {line}" for server, line in served.items()]
     return [*lines, f"to upload:\n  hf upload <you>/{title(draft, manifest)} {folder}"]
 
@@ -75,6 +78,18 @@ def newest_report(folder: Path, weights: str) -> Mapping[str, Any] | None:
             if weights_of(report) == weights and report["served"]:
                 found.append((report["about"]["date"], file, report))
     return max(found)[2] if found else None
+
+
+def speeds_of(folder: Path, weights: str) -> list[Mapping[str, Any]]:
+    """Return what was measured of these weights on engines whose command is known."""
+    found = []
+    for file in sorted(folder.glob(speed.FILE.format("*"))):
+        with suppress(ValueError, KeyError, TypeError, OSError):
+            measured = json.loads(regular(file).read_text(encoding="utf-8"))
+            if measured["weights"] == weights and measured["command"]:
+                speed.advice(measured)
+                found.append(measured)
+    return found
 
 
 def weights_of(report: Mapping[str, Any]) -> str | None:
@@ -177,13 +192,14 @@ def is_ours(card: str) -> bool:
 
 
 def sections(
-    draft: OpenDraft, manifest: Mapping[str, Any], report: Mapping[str, Any] | None, drafts: int
-) -> Iterator[str]:
+    draft: OpenDraft, manifest: Mapping[str, Any], report: Mapping[str, Any] | None, drafts: int,
+    speeds: Sequence[Mapping[str, Any]],
+) -> Iterator[str]:  # fmt: skip
     """Yield the card's lines."""
     target, algorithm = draft.run.target, manifest["algorithm"]["name"]
     base, own = hub_id(target), metadata_of(target)
     served = commands(draft, drafts, DRAFT)
-    yield front_matter(draft, manifest, own, served)
+    yield front_matter(draft, manifest, own, [*served, *(s["engine"] for s in speeds)])
     name = f"[{base}](https://huggingface.co/{base})" if base else f"`{name_of(target)}`"
     yield f"# {title(draft, manifest)}\n"
     yield (
@@ -191,7 +207,7 @@ def sections(
         "the target checks them in one forward and keeps those that are its own choice: the same text, in\n"
         f"fewer steps. Trained by draftcore, with the algorithm `{algorithm}`."
     )
-    yield from serve_section(served, base, report, drafts)
+    yield from serve_section(served, base, report, drafts, speeds)
     yield from acceptance_section(report)
     yield from training_section(manifest)
     plugins = {plugin["dist"]: plugin["version"] for plugin in manifest["plugins"]}
@@ -224,16 +240,25 @@ def front_matter(
 
 
 def serve_section(
-    served: Mapping[str, str], base: str, report: Mapping[str, Any] | None, drafts: int
-) -> Iterator[str]:
+    served: Mapping[str, str], base: str, report: Mapping[str, Any] | None, drafts: int,
+    speeds: Sequence[Mapping[str, Any]],
+) -> Iterator[str]:  # fmt: skip
     yield "\n## Serve\n"
     for server, command in served.items():
         yield f"With {server}:\n\n```bash\n{command}\n```\n"
-    if not served:
+    for measured in speeds:
+        yield f"With {measured['engine']}:\n\n```bash\n{measured['command']}\n```\n"
+        yield f"Measured on {measured['date'][:10]} on {measured['machine']}, {measured['dtype']}, one"
+        yield f"request at once, {plural(measured['prompts'], 'prompt')}:\n"
+        yield from markdown_table(speed.table(measured))
+        yield f"\nBest there: {speed.advice(measured)}.\n"
+    if not (served or speeds):
         yield "No server is known that loads this draft beside its target.\n"
         return
     where = "`<draft>` is this repository, or a folder with its files"
     yield where + ("." if base else "; `<target>` is the folder of the target.")
+    if not served:
+        return
     if not report:
         yield f"\n{drafts} drafts a round are those it was set to: how many are best was not measured."
         return

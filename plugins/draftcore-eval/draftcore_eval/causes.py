@@ -1,8 +1,8 @@
 """Why does an engine draft otherwise? Its known mistakes are made by our own decoder, one by one.
 
 A mistake changes an export's config.json, a draft's weights, or what a drafter is fed. Each is decoded
-like the draft itself; the one after which the rounds of every prompt are the engine's is the cause.
-Where an engine lets a target read other prompts, the same is done with these.
+like the draft itself; the one after which prompts take the engine's rounds is the cause. So are other
+prompts tried, where the target's own output is another.
 """
 
 from __future__ import annotations

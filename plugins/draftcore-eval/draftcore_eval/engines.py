@@ -39,7 +39,8 @@ class Engine(Protocol):
     """Decodes greedily with the target, and with the draft if there is one.
 
     An engine that can change a draft's weights without a new start has a method
-    `load_draft(export: Path) -> None` as well.
+    `load_draft(export: Path) -> None` as well. One that people start by a command has `command() -> str`,
+    which serves what this one does, with `<target>` and `<draft>` in place of folders.
     """
 
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Answer:

@@ -11,7 +11,7 @@ import json
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,8 @@ def ask(
 ) -> list[Answer]:
     """Have prompts answered, so many at a time; raises DraftcoreError for an answer that is none."""
     answers, pool = list[Answer](), ThreadPoolExecutor(requests)
-    with Progress(len(prompts), verb=f"decoding on {name}") as progress, closing_at_once(pool):
+    with Progress(len(prompts), verb=f"decoding on {name}") as progress, ExitStack() as stack:
+        stack.callback(pool.shutdown, cancel_futures=True)  # after an error nothing more is asked
         for answer in pool.map(lambda prompt: engine.decode(prompt, limit), prompts):
             tokens = tuple(getattr(answer, "tokens", ()))
             ended = len(tokens) == limit or (tokens and tokens[-1] in model.end_tokens)
@@ -86,15 +87,6 @@ def ask(
             answers.append(answer)
             progress.show(len(answers))
     return answers
-
-
-@contextmanager
-def closing_at_once(pool: ThreadPoolExecutor) -> Iterator[None]:
-    """Ask no more where the block ends, by an error above all."""
-    try:
-        yield
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------- what was found
@@ -155,7 +147,7 @@ class Served:
         """Return the acceptance lengths of some prompts on both sides."""
         tokens = sum(len(self.drafted[row].tokens) - 1 for row in rows)
         ours = sum(len(self.here[row].tokens) - 1 for row in rows)
-        equal = sum(row not in self.different for row in rows)
+        equal = sum(self.drafted[row].rounds == len(self.here[row].accepted) for row in rows)
         return {
             "prompts": len(rows),
             "engine": tokens / max(1, sum(self.drafted[row].rounds for row in rows)),
@@ -212,6 +204,8 @@ class Served:
             )
 
         count = len(self.prompts)
+        if self.draft:
+            yield "draft", self.draft
         yield "acceptance length", both(self.lengths(range(count)))
         sides = self.by_position()
         for side, name in (("engine", self.engine), ("here", "here")):
@@ -310,6 +304,11 @@ class Comparison:
         """Note whose rounds differ, where they part first, and why."""
         found, here = self.found, self.found.here
         compared = [row for row in range(len(here)) if row not in {*found.ties, *found.outputs}]
+        if not (compared or found.outputs):
+            raise DraftcoreError(
+                f"the outputs of all {len(here)} prompts part from the target's own at a tie, so no rounds "
+                "can be compared\n  ask more prompts, or shorter answers: eval.max_new_tokens"
+            )
         theirs = {row: found.drafted[row].rounds for row in compared}
         own = {row: len(here[row].accepted) for row in compared}
         differ = [row for row in compared if theirs[row] != own[row]]
@@ -330,8 +329,8 @@ class Comparison:
     def part(self, row: int, engine: Engine, mistake: Mistake | None) -> Difference:
         """Find the first token at which a prompt's rounds part: with the mistake, else by asking."""
         ours = self.found.here[row]
-        if mistake:
-            (theirs,) = self.variants.decode(mistake, [row])
+        (theirs,) = self.variants.decode(mistake, [row]) if mistake else (None,)
+        if theirs and len(theirs.accepted) == self.found.drafted[row].rounds:
             at = 1
             for mine, other in zip(ours.accepted, theirs.accepted, strict=False):
                 if mine != other:

@@ -60,6 +60,7 @@ def verb(
 @click.option("--draft", help="One of the run's `drafts`; all if not given.")
 @click.option("--checkpoint", type=FOLDER, help="A step-* folder, or best; else the newest.")
 @click.option("--export", "exported", type=FOLDER, help="Serve this export, not one made anew.")
+@click.option("--speed", is_flag=True, help="Measure tokens/s by drafts a round, for the card.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, a list.")
 @click.pass_context
 def served(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from draftcore_eval import api
 from draftcore_eval.causes import IMPOSSIBLE, Variants
 from draftcore_eval.engines import Serving
 from draftcore_eval.served import Asking, Served, compare, decode_here, named, rounds_until
@@ -24,12 +25,12 @@ from draftcore.cli import main
 from draftcore.errors import UsageError
 
 ENGINES = Path(__file__).with_name("wrong_engine.py")
-LONGEST = 40  # tokens of an answer
-DRAFTS: dict[str, tuple[dict[str, Any], int]] = {
+# Of each draft its options, the steps that it is trained, and the tokens of an answer.
+DRAFTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "eagle3": (
-        {"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 4}, 120,
+        {"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 4}, 120, 40,
     ),
-    "dflash": ({"num_layers": 2, "layers": [1, 3], "block_size": 5, "num_anchors": 16}, 90),
+    "dflash": ({"num_layers": 2, "layers": [1, 3], "block_size": 5, "num_anchors": 16}, 90, 24),
 }  # fmt: skip
 # What each wrong engine's cause begins with.
 CAUSES = {
@@ -71,7 +72,7 @@ def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def train(name: str, target: Path, folder: Path) -> Trained:
     """Train a draft until some of its drafts are accepted."""
-    options, steps = DRAFTS[name]
+    options, steps, limit = DRAFTS[name]
     rows = [
         {"messages": [{"role": "user", "content": f"q{i}?" * (1 + 29 * (i == 5))}],
          "category": ("odd", "even")[i % 2]}
@@ -85,11 +86,11 @@ def train(name: str, target: Path, folder: Path) -> Trained:
         "algorithm": {"name": name, "options": options},
         "train": {"batch": 3, "lr": 0.01, "epochs": steps, "max_steps": steps, "device": "cpu",
                   "checkpoint_every": steps, "eval_every": 0, "log_every": steps},
-        "eval": {"max_new_tokens": LONGEST},
+        "eval": {"max_new_tokens": limit},
     }  # fmt: skip
     with open_run(config) as run:
         prompts = [list(ids) for ids in run.data.prompts().token_ids]
-        answers = run.target.load_model().generate(prompts, LONGEST)
+        answers = run.target.load_model().generate(prompts, limit)
     learned = [
         {"input_ids": [*ids, *answer], "loss_mask": [0] * (len(ids) - 1) + [1] * (len(answer) + 1)}
         for ids, answer in zip(prompts, answers, strict=True)
@@ -99,7 +100,7 @@ def train(name: str, target: Path, folder: Path) -> Trained:
     (yaml := folder / "run.yaml").write_text(json.dumps(config))
     draftcore.train(yaml, say=lambda line: None)
     (export,) = draftcore.export(yaml, say=lambda line: None)
-    (export.parent / "asked.json").write_text(json.dumps(prompts))
+    (export.parent / "asked.json").write_text(json.dumps([limit, prompts]))
     return Trained(yaml, export)
 
 
@@ -173,11 +174,12 @@ def test_another_output_is_told_from_a_tie_and_an_answer_that_breaks_off_is_refu
     yaml = trained["eagle3"].yaml
     lossy = cli(yaml, "--engine", "lossy")
     assert lossy.exit_code == 1
-    assert "0 of 2 are those of plain decoding" in lossy.output
+    assert "1 of 2 are those of plain decoding" in lossy.output
     assert "it is not lossless" in lossy.output
     tied = cli(yaml, "--engine", "lossy", "eval.tie_bound=1e9")
     assert tied.exit_code == 0, tied.output
-    assert "prompt 1: at token 40 the target's two best are" in tied.output
+    assert "2 of 2 are those of plain decoding" in tied.output
+    assert ": at token 40 the target's two best are" in tied.output
     short = cli(yaml, "--engine", "short", "--requests", 2)
     assert short.exit_code == 1
     assert "answered 0 of 2 prompts" in short.output
@@ -196,3 +198,32 @@ def test_a_url_is_asked_whose_server_it_is() -> None:
         assert named(f"{url}/v1/") == ("llamacpp", url)
     with pytest.raises(UsageError, match="no server of OpenAI's API answers"):
         named(url)
+
+
+def test_the_number_of_drafts_that_is_fastest_on_an_engine_goes_into_the_card(
+    trained: dict[str, Trained],
+) -> None:
+    """With the engine's command, and with what was measured of these weights alone."""
+    one = trained["eagle3"]
+    said, registry = list[str](), load_plugins([ENGINES])
+    asked: dict[str, Any] = {
+        "engine": "right",
+        "speed": True,
+        "registry": registry,
+        "say": said.append,
+    }
+    api.served(one.yaml, "eval.prompts=2", **asked)
+    speed = json.loads((file := one.export.parent / "speed-right.json").read_text())
+    rounds = [figures["rounds"] for figures in speed["drafts"].values()]
+    assert list(speed["drafts"]) == ["1", "2", "3", "4"]
+    assert rounds[-1] < rounds[0]
+    assert speed["plain"]["rounds"] == speed["plain"]["tokens"] - 2 > rounds[0]
+    fastest = max(speed["drafts"], key=lambda n: speed["drafts"][n]["tokens_per_second"])
+    line = f"serve <target> <draft> --drafts {fastest}"
+    assert f"to serve with right:\n  {line}" in said
+    card = (one.export / "README.md").read_text()
+    assert f"With right:\n\n```bash\n{line}\n```" in card
+    assert "- right\n" in card
+    file.write_text(json.dumps({**speed, "weights": "of another step"}))
+    draftcore.export(one.yaml, force=True, say=lambda line: None)
+    assert line not in (one.export / "README.md").read_text()

@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def in_bfloat16(module: nn.Module) -> None:
         parameter.data = parameter.data.bfloat16()
 
 
-LONGEST = 40  # tokens of an answer
+ONE = threading.Lock()  # a model runs one prompt at a time
 Change = Callable[[Any], object]
 # What is changed in config.json, and in the draft that is read.
 CONFIGS: dict[str, Change] = {
@@ -103,6 +104,7 @@ class Wrong:
 
     def __init__(self, name: str, serving: Serving) -> None:
         self.name, self.folder, self.runner = name, serving.target, None
+        self.drafts = serving.num_drafts
         self.answers: dict[tuple[int, ...], Decoded] = {}
         if serving.export is None:
             return
@@ -121,9 +123,10 @@ class Wrong:
         model = target.load_model()
         self.runner = EagerRunner(model, hook.drafter(draft=built, target=model, options=options))
         if (asked := serving.export.parent / "asked.json").exists():  # all at once, to be quick
-            prompts = [self.read(prompt) for prompt in json.loads(asked.read_text())]
-            decoded = speculate(self.runner, prompts, EvalOptions(max_new_tokens=LONGEST))
-            self.answers = {tuple(one.prompt): one for one in decoded}
+            limit, prompts = json.loads(asked.read_text())
+            options = EvalOptions(max_new_tokens=limit)
+            decoded = speculate(self.runner, [self.read(prompt) for prompt in prompts], options)
+            self.answers = {(limit, *one.prompt): one for one in decoded}
 
     def read(self, prompt: Sequence[int]) -> list[int]:
         return [257, *prompt] if self.name == "begins" else [*prompt]
@@ -132,16 +135,20 @@ class Wrong:
         prompt = self.read(prompt)
         if self.runner is None:
             return plain(self.folder, tuple(prompt), max_new_tokens)
-        found = self.answers.get(tuple(prompt))
-        if found is None or max_new_tokens < LONGEST:
-            (found,) = speculate(self.runner, [prompt], EvalOptions(max_new_tokens=max_new_tokens))
+        if (found := self.answers.get((max_new_tokens, *prompt))) is None:
+            options = EvalOptions(max_new_tokens=max_new_tokens)
+            with ONE:
+                (found,) = speculate(self.runner, [prompt], options)
         if self.name == "short":
             found.tokens.pop()
-        if self.name == "lossy":
+        if self.name == "lossy" and sum(prompt) % 2:
             found.tokens[-1] ^= 1
         positions = range(self.runner.drafter.num_drafts)
         accepted = tuple(sum(count > k for count in found.accepted) for k in positions)
         return Answer(tuple(found.tokens), len(found.accepted), accepted)
+
+    def command(self) -> str:
+        return f"serve <target> <draft> --drafts {self.drafts}"
 
     def close(self) -> None:
         """The target is kept for the next."""

@@ -48,15 +48,20 @@ class Host:
         """Return this machine's name if the file is not here, else ''."""
         return "" if Path(file).exists() else socket.gethostname()
 
-    def start(self, command: Sequence[str], env: dict[str, str], folder: str) -> None:
-        """Start the process with this machine's own Python, in a folder if it is here."""
+    def start(
+        self, command: Sequence[str], given: dict[str, str], env: dict[str, str], folder: str
+    ) -> None:
+        """Start the process with this machine's own Python, in a folder if it is here.
+
+        Of the environment that is `given`, what this machine sets itself stays; `env` goes before both.
+        """
         read, write = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, *command[1:]],
             stdout=write,
             stderr=write,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **env},
+            env={**given, **os.environ, **env},
             cwd=folder if Path(folder).is_dir() else None,
             start_new_session=True,
             pass_fds=[read],  # it may print when nobody reads any more, and has to save then

@@ -42,6 +42,7 @@ from draftcore_ray.options import RayOptions, Request
 
 # Ray kills what an actor started when the actor ends; a rank has to save first.
 LET_SAVE = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
+OWN = "RAY_", "LD_", "PYTHON"  # begin what is set of the environment for one machine
 POLL_EVERY = 0.2  # seconds between two looks at the hosts
 DOING = "still trains in the run's folder: waiting for its end, or its machine's"
 START = 120.0  # seconds that a host may take to start, which imports Ray and draftcore
@@ -71,6 +72,8 @@ class RayLauncher:
 
     def run(self, job: Job) -> int:
         with contextlib.ExitStack() as stack:
+            before = signal.getsignal(signal.SIGTERM)  # Ray sets it, and leaves it
+            stack.callback(signal.signal, signal.SIGTERM, before)
             _connect(self.options, stack)
             return Driver(job, self.options, stack).run()
 
@@ -222,7 +225,8 @@ class Driver:
 
     def begin(self, one: Process, command: Sequence[str], env: dict[str, str]) -> None:
         queue = [f"channel=tcp://{self.queue}"] if self.queue else []
-        one.pending = one.host.start.remote([*command, *queue], env, os.getcwd())
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(OWN)}
+        one.pending = one.host.start.remote([*command, *queue], ours, env, os.getcwd())
 
     def ask(self, refs: Sequence[Any]) -> list[Any]:
         """Get answers of hosts, none where one does not answer in time."""

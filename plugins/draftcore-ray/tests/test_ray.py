@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from draftcore_sdk import limits
 from draftcore_sdk.launchers import LauncherSuite
 from draftcore_sdk.plugins import PluginSuite
 
@@ -22,11 +23,12 @@ LONG = 500.0  # seconds on a busy machine
 
 
 class TestRayLauncher(LauncherSuite):
-    plugin = "draftcore_ray.plugin"
+    plugin, limit = "draftcore_ray.plugin", LONG  # each process waits for a worker that imports Ray
 
     @pytest.fixture(autouse=True)
     def at_the_cluster(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        monkeypatch.setattr(limits, "SOON", LONG / 3)
 
 
 class TestRayPlugin(PluginSuite):

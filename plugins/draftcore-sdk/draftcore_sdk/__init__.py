@@ -8,10 +8,11 @@
 There is a suite for the plugin itself (`plugins.PluginSuite`) and one for each kind of offer:
 `algorithms.AlgorithmSuite`, `targets.TargetSuite`, `samples.SamplesSuite`, `captures.CaptureSuite`,
 `stores.StoreSuite`, `evaluations.EvaluationSuite`, `batches.BatchesSuite`, `channels.ChannelSuite`,
-`launchers.LauncherSuite`, `sources.SourceSuite`, `images.ImageSuite`, `runners.RunnerSuite`,
-`engines.EngineSuite`, `graphs.GraphBackendSuite`, `graph_plugins.GraphPluginSuite`; and two for what
-goes around an algorithm: `wrappers.WrapperSuite`, `wrappers.ObserverSuite`. For an algorithm's own tests
-there is `algorithm_fixtures.ExportSuite`: what reading an export refuses, and how servers read it.
+`launchers.LauncherSuite`, `sources.SourceSuite`, `prompts.PromptsSuite`, `images.ImageSuite`,
+`runners.RunnerSuite`, `engines.EngineSuite`, `graphs.GraphBackendSuite`,
+`graph_plugins.GraphPluginSuite`; and two for what goes around an algorithm: `wrappers.WrapperSuite`,
+`wrappers.ObserverSuite`. For an algorithm's own tests there is `algorithm_fixtures.ExportSuite`: what
+reading an export refuses, and how servers read it.
 `draftcore check-plugin NAME` runs all that apply, `draftcore new-plugin NAME` writes a plugin that
 passes them. A suite opens everything through the plugin's hooks, as a run does.
 """
@@ -30,6 +31,7 @@ SUITES = (
     "images",
     "launchers",
     "plugins",
+    "prompts",
     "runners",
     "samples",
     "sources",

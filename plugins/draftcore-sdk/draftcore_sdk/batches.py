@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import draftcore
 from draftcore_sdk.internals import Registry, load_plugins
 from draftcore_sdk.running import SMALL, small_algorithm
-from draftcore_sdk.suite import Suite, child_environment, offer_of, registry_of
+from draftcore_sdk.suite import Suite, child_environment, offer_of, registry_of, slow
 from draftcore_sdk.targets import conversations, tiny_target
 from draftcore_sdk.workbench import STOP_AT, STOPPER, require_same_bits
 
@@ -114,6 +114,7 @@ class BatchesSuite(Suite):
         assert [row for row, _ in here["skipped"]] == [BAD]
         require_same(runs.train("torn-there", torn), here)
 
+    @slow
     def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
         self, runs: Runs, monkeypatch: pytest.MonkeyPatch
     ) -> None:

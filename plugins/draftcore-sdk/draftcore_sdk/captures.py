@@ -16,6 +16,7 @@ import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,13 @@ from draftcore_hf.target import TransformersTarget
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from draftcore.contracts.capture import Capture, CaptureBatch, CapturedBatch, FeatureRequest
+from draftcore.contracts.capture import (
+    BadRows,
+    Capture,
+    CaptureBatch,
+    CapturedBatch,
+    FeatureRequest,
+)
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore_sdk.memory import CYCLES, differing, watched_bytes
@@ -40,6 +47,8 @@ OpenCapture = Callable[[FeatureRequest], Capture]
 Open = OpenCapture
 LAYERS, WIDTH = 4, 32
 ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
+# The last is longer than a buffer or limit of 512.
+ALL_ROWS = (*ROWS, [at * 7 % 250 for at in range(600)])
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or
 # the state before the final norm, differs by a tenth of it and more.
 ROUNDING = 1e-4
@@ -55,6 +64,7 @@ REQUESTS = {
 }
 ALL = REQUESTS["every layer"]
 WIDEST = replace(ALL, topk=5, embeddings=True)
+ELSEWHERE = "the target does not run in this process"
 # How far a number may be off in a type, relative to itself, where it was rounded once.
 HALVES = {"bfloat16": 2**-8, "float16": 2**-11}
 
@@ -88,6 +98,15 @@ class CaptureSuite(Suite):
         for capture in captures:
             capture.close()
 
+    @pytest.fixture
+    def watch(self, target: TargetSpec) -> Iterator["Watch"]:
+        with suppress(UsageError):  # devices share it
+            watch = Watch(decoder_model(target.load_model(), "this test"))
+            yield watch
+            watch.hook.remove()
+            return
+        pytest.skip(ELSEWHERE)
+
     @property
     def everything(self) -> FeatureRequest:
         """All that the backend says it gives."""
@@ -101,15 +120,50 @@ class CaptureSuite(Suite):
         """Also where the batch is padded to its longest row, and where it is one row."""
         request, forms = REQUESTS[shape], REQUESTS[shape].feature_specs(WIDTH)
         capture = open_capture(request)
-        for rows in ((0, 1, 2), (1, 0), (3,), (3, 4)):
+        for rows in ((0, 1, 2), (1, 0), (3,), (3, 4), (3, 5)):
             for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
                 assert set(features) == set(request.names)
                 for name, value in features.items():
                     size, dtype = forms[name]
                     form = (tuple(value.shape), str(value.dtype).removeprefix("torch."))
-                    right = (len(ROWS[row]), size), dtype
-                    assert form == right, f"{name} is {form}, which should be {right}"
+                    right = (len(ALL_ROWS[row]), size), dtype
+                    others = {len(ALL_ROWS[r]) for r in rows} - {len(ALL_ROWS[row])}
+                    moved = "\nit is as long as another row of the batch" * (form[0][0] in others)
+                    assert form == right, f"{name} is {form}, which should be {right}{moved}"
                     assert not value.requires_grad, "features are data: capture without gradients"
+
+    def test_capturing_leaves_the_targets_logits_unchanged(
+        self, open_capture: Open, target: TargetSpec
+    ) -> None:
+        tokens = torch.tensor([ROWS[1]])
+        model = decoder_model(target.load_model(), "this test").model
+        before_TV = model(input_ids=tokens).logits
+        capture = open_capture(REQUESTS["both"])
+        list(capture.features([batch(0, 1), batch(2)]))
+        assert torch.equal(model(input_ids=tokens).logits, before_TV)
+        capture.close()
+        assert torch.equal(model(input_ids=tokens).logits, before_TV)
+
+    @pytest.mark.parametrize("name", WIDEST.names)
+    def test_features_are_the_ones_of_their_name(
+        self, open_capture: Open, target_folder: Path, name: str
+    ) -> None:
+        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
+
+        That of the last layer is the state before the final norm, `last_hidden` the one after it.
+        """
+        reference, rows = reference_of(target_folder), (0, 1, 3, 4, 5)
+        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
+        for row in rows:
+            (features,), tokens = features_of(capture, batch(row)), ALL_ROWS[row]
+            states, logits_TV = reference.features(tokens), reference.logits(tokens)
+            if "topk" in name:
+                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
+            else:
+                states["embeddings"] = reference.embeddings(tokens)
+                norm, named = reference.decoder.norm, states.items()
+                normed = {f"the final norm of {what}": norm(value) for what, value in named}
+                require_near(features[name], states[name], {**states, **normed})
 
     def test_batches_and_rows_keep_their_order(
         self, open_capture: Open, target_folder: Path
@@ -129,26 +183,6 @@ class CaptureSuite(Suite):
                 right = reference.features(tokens)["hidden.0"]
                 others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
                 require_near(features["hidden.0"], right, others)
-
-    @pytest.mark.parametrize("name", WIDEST.names)
-    def test_features_are_the_ones_of_their_name(
-        self, open_capture: Open, target_folder: Path, name: str
-    ) -> None:
-        """`hidden.k` is the output of layer k, counted from 0; transformers counts the embedding.
-
-        That of the last layer is the state before the final norm, `last_hidden` the one after it.
-        """
-        reference, rows = reference_of(target_folder), (0, 1, 3, 4)
-        capture = open_capture(self.everything if name in self.everything.names else WIDEST)
-        for features, row in zip(features_of(capture, batch(*rows)), rows, strict=True):
-            states, logits_TV = reference.features(ROWS[row]), reference.logits(ROWS[row])
-            if "topk" in name:
-                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
-            else:
-                states["embeddings"] = reference.embeddings(ROWS[row])
-                norm, named = reference.decoder.norm, states.items()
-                normed = {f"the final norm of {what}": norm(value) for what, value in named}
-                require_near(features[name], states[name], {**states, **normed})
 
     @pytest.mark.parametrize("dtype", HALVES)
     def test_a_stored_type_holds_the_numbers_of_float32(
@@ -206,17 +240,49 @@ class CaptureSuite(Suite):
             parts = [request.select(features) for features in joined]
             require_same(parts, features_of(open_capture(request), batch(0, 1)))
 
-    def test_capturing_leaves_the_targets_logits_unchanged(
-        self, open_capture: Open, target: TargetSpec
+    @torch.enable_grad()
+    def test_the_target_runs_in_eval_mode_without_gradients_and_is_left_so(
+        self, open_capture: Open, watch: "Watch"
     ) -> None:
-        tokens = torch.tensor([ROWS[1]])
-        model = decoder_model(target.load_model(), "this test").model
-        before_TV = model(input_ids=tokens).logits
-        capture = open_capture(REQUESTS["both"])
-        list(capture.features([batch(0, 1), batch(2)]))
-        assert torch.equal(model(input_ids=tokens).logits, before_TV)
-        capture.close()
-        assert torch.equal(model(input_ids=tokens).logits, before_TV)
+        """Gradients would hold what every layer computed, for as long as the features are held."""
+        modes = [part.training for part in watch.model.modules()]
+        features_of(open_capture(ALL), batch(0, 1))
+        watch.require_heard()
+        gradients, training = map(any, zip(*watch.heard, strict=True))
+        assert not gradients, "the target ran with gradients on"
+        assert not training, "the target ran in training mode"
+        after = [part.training for part in watch.model.modules()]
+        assert after == modes, "the target was left in another mode than it came in"
+
+    def test_an_error_of_the_target_is_one_that_may_be_tried_again(
+        self, open_capture: Open, watch: "Watch"
+    ) -> None:
+        """Features in its place would be trained on, and rows that are called bad would be left out."""
+        capture, watch.fails = open_capture(ALL), True
+        raised: Exception | None = None
+        try:
+            features_of(capture, batch(0, 1))
+        except Exception as error:
+            raised = error
+        else:
+            watch.require_heard()
+        assert raised is not None, "the target raised an error, and features came"
+        final = isinstance(raised, BadRows | UsageError)
+        assert not final, f"an error of the target became {raised!r}, which is not tried again"
+
+    def test_a_target_that_it_would_misread_is_refused_when_it_is_opened(
+        self, open_capture: Open, watch: "Watch"
+    ) -> None:
+        """Here the last hidden state times the head is not what the model predicts."""
+        head = watch.model.get_output_embeddings()
+        head.register_forward_hook(lambda module, given, logits: logits * 2)
+        try:
+            capture = open_capture(ALL)
+        except UsageError:
+            return
+        features_of(capture, batch(0))
+        watch.require_heard()
+        pytest.fail("it was opened: the target's `load_model().check()` says what is wrong")
 
     def test_batches_are_asked_for_as_features_are_taken(self, open_capture: Open) -> None:
         """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""
@@ -235,10 +301,8 @@ class CaptureSuite(Suite):
     @torch.enable_grad()
     def test_capturing_changes_nothing_that_training_reads(self, open_capture: Open) -> None:
         """A rank captures its batches between its steps."""
-        capture = open_capture(ALL)
-        features_of(capture, batch(0, 1, 2))
-        before = {**of_the_process(), "gradients": True}
-        for _ in capture.features([batch(0, 1, 2), batch(3)]):
+        before = of_the_process()
+        for _ in open_capture(ALL).features([batch(0, 1, 2), batch(3)]):
             now = of_the_process()
             changed = [name for name, value in before.items() if now[name] != value]
             assert not changed, f"the next step would draw or compute otherwise: {changed}"
@@ -261,9 +325,10 @@ class CaptureSuite(Suite):
         require_same(features_of(other, batch(0)), before)
 
 
-def capture_target(folder: Path) -> Path:
-    """Write the target of this suite into `folder`."""
-    tiny_target(folder, hidden_size=WIDTH, num_hidden_layers=LAYERS)
+def capture_target(folder: Path, **shape: Any) -> Path:
+    """Write the target of this suite into `folder`; `shape` is what an engine's kernels want of it."""
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, **shape}
+    tiny_target(folder, **shape, max_position_embeddings=1024)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # A norm that does more than scale: another weight for each of the state's numbers.
@@ -275,8 +340,8 @@ def capture_target(folder: Path) -> Path:
 def batch(
     *numbers: int, members: Sequence[Sequence[int]] = (), rows: Sequence[int] = (), index: int = 0
 ) -> CaptureBatch:
-    """Make a batch of these rows of ROWS, or of any tokens."""
-    members = [list(row) for row in members or [ROWS[number] for number in numbers]]
+    """Make a batch of these rows of ALL_ROWS, or of any tokens."""
+    members = [list(row) for row in members or [ALL_ROWS[number] for number in numbers]]
     rows = tuple(rows or numbers or range(len(members)))
     return CaptureBatch(index, rows, tuple(f"sample-{row}" for row in rows), tuple(members))
 
@@ -288,11 +353,29 @@ def of_the_process() -> dict[str, Any]:
         "Python's random state": random.getstate(),
         "numpy's random state": str(np.random.get_state()),
         "default dtype": torch.get_default_dtype(),
-        "gradients": torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32 products": torch.get_float32_matmul_precision(),
     }
+
+
+class Watch:
+    """Hears how the target's first layer runs, where that is in this process, and may let it fail."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.model, self.fails = decoder.model, False
+        self.heard: list[tuple[bool, bool]] = []
+        self.hook = decoder.layers[0].register_forward_pre_hook(self)
+
+    def __call__(self, layer: nn.Module, given: Any) -> None:
+        self.heard.append((torch.is_grad_enabled(), layer.training))
+        if self.fails:
+            raise LookupError("on purpose")
+
+    def require_heard(self) -> None:
+        if not self.heard:
+            pytest.skip(ELSEWHERE)
 
 
 def features_of(capture: Capture, asked: CaptureBatch) -> Sequence[Mapping[str, Tensor]]:

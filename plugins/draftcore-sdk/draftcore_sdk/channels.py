@@ -1,7 +1,7 @@
 """What every channel must do. See `draftcore_sdk` for how to use it.
 
 A channel is tried with a real queue behind it, as a run's producers use it. A subclass sets `plugin`,
-`impatient`, and the fixture `channel_uri` where a channel needs more than a folder.
+and the fixture `channel_uri` where a channel needs more than a folder.
 """
 
 import json
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 from draftcore_disagg import queue as core
-from draftcore_disagg.channel import Channel, ChannelAway, Json, Task
+from draftcore_disagg.channel import PATIENCE, Channel, ChannelAway, Json, Task
 from draftcore_disagg.queue import Queue, QueueService, RemoteQueue
 
 from draftcore.contracts.capture import BadRows, CaptureBatch
@@ -28,10 +27,11 @@ from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.internals import Skipped
+from draftcore_sdk.limits import until
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
-SOON = 60.0  # seconds within which it comes on a busy machine
-LONG = 4 * SOON  # seconds that a request waits for what comes before
+LONG = 3600.0  # seconds that a request waits for what comes before
+PATIENT = 5.0  # seconds that a producer waits for a trainer that is gone
 SECRET, OTHER = b"what both ends of this run know: 1", b"what both ends of this run know: 2"
 REASON = "wörds are lost\n  再 🙂 \\ \u2028"  # as people write, and other lines may end
 
@@ -61,7 +61,7 @@ class Trainer:
 
     def hears(self, call: str, producer: str) -> None:
         """Wait until a producer's call is being answered."""
-        eventually(lambda: any((r["call"], r["producer"]) == (call, producer) for r in self.heard))
+        until(lambda: any((r["call"], r["producer"]) == (call, producer) for r in self.heard))
 
 
 class Ends:
@@ -70,8 +70,8 @@ class Ends:
     def __init__(self, suite: "ChannelSuite", uri: str, stack: ExitStack) -> None:
         self.suite, self.uri, self.stack = suite, uri, stack
 
-    def channel(self, secret: bytes = SECRET) -> Channel:
-        channel = open_through(self.suite.plugin, self.uri, self.suite.options, secret)
+    def channel(self, secret: bytes = SECRET, patience: float = PATIENCE) -> Channel:
+        channel = open_through(self.suite.plugin, self.uri, self.suite.options, secret, patience)
         self.stack.callback(channel.close)
         return channel
 
@@ -80,7 +80,7 @@ class Ends:
         """The trainer of tests that need no more than one."""
         return self.begin()
 
-    def begin(self, ttl: float = 10 * SOON) -> Trainer:
+    def begin(self, ttl: float = LONG) -> Trainer:
         """Begin a trainer; its queue is ended at the end, so that no request waits on."""
         trainer = Trainer(self.channel(), ttl)
         self.stack.callback(trainer.queue.end, "failed")
@@ -126,10 +126,6 @@ class ChannelSuite(Suite):
         except UsageError:
             return name
         return uri
-
-    def impatient(self, uri: str, secret: bytes, patience: float) -> Channel:
-        """Open the channel with a patience of this many seconds."""
-        raise NotImplementedError("override impatient: clients must give up after a while")
 
     @pytest.fixture
     def ends(self, channel_uri: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
@@ -227,7 +223,7 @@ class ChannelSuite(Suite):
         ((kept,), _) = stays.claim(1, 0)
         assert other.claim(1, 0)[0] == []
         producer.client.close()
-        eventually(lambda: other.claim(1, 1)[0])
+        until(lambda: other.claim(1, 1)[0])
         assert stays.publish(kept.claim, refs_of(kept)), "another's claims were lost as well"
 
     def test_what_is_closed_leaves_nothing_open(self, ends: Ends) -> None:
@@ -244,8 +240,8 @@ class ChannelSuite(Suite):
         began, files = threading.active_count(), len(os.listdir("/dev/fd"))
         for _ in range(4):
             come_and_go()
-        eventually(lambda: threading.active_count() <= began, "threads are left")
-        eventually(lambda: len(os.listdir("/dev/fd")) <= files, "files or sockets are left open")
+        until(lambda: threading.active_count() <= began, "threads are left")
+        until(lambda: len(os.listdir("/dev/fd")) <= files, "files or sockets are left open")
 
     def test_a_killed_producer_loses_its_claims(self, ends: Ends) -> None:
         trainer = ends.begin(ttl=1)
@@ -261,7 +257,7 @@ class ChannelSuite(Suite):
             child.kill()
             child.communicate()
         other = ends.join(trainer)
-        eventually(lambda: other.claim(1, 1)[0])
+        until(lambda: other.claim(1, 1)[0])
 
     def test_every_task_is_done_once_by_several_producers(self, ends: Ends) -> None:
         ends.trainer.offer([task(at) for at in range(24)])
@@ -297,7 +293,7 @@ class ChannelSuite(Suite):
             return address
 
         asked = aside(ends.connect(find).about)
-        assert looked.wait(SOON)
+        until(looked.is_set, "the address was not looked for")
         address = ends.begin().address
         assert come(asked) == {"store": "test:"}
 
@@ -316,16 +312,18 @@ class ChannelSuite(Suite):
         assert trainers[1].queue.receive(0, 0) == refs_of(task(0))
 
     def test_a_client_waits_for_its_trainer_and_then_gives_up(self, ends: Ends) -> None:
-        trainer, channel = ends.trainer, self.impatient(ends.uri, SECRET, 5.0)
-        client = channel.connect(lambda: trainer.address)
+        trainer = ends.trainer
+        client = ends.channel(patience=PATIENT).connect(lambda: trainer.address)
+        ends.stack.callback(client.close)
         assert RemoteQueue(client).about() == {"store": "test:"}
         trainer.channel.close()
         began = time.monotonic()
-        with pytest.raises(ChannelAway, match=r"did not answer for 5 s"):
-            client.call({"call": "about", "producer": "x"})
-        assert time.monotonic() - began > 5
-        client.close()
-        channel.close()
+        asked = aside(client.call, {"call": "about", "producer": "x"})
+        what = f"the hook was given patience={PATIENT:g}, seconds, and a call goes on"
+        until(asked.done, what)
+        with pytest.raises(ChannelAway, match=rf"did not answer for {PATIENT:g} s"):
+            come(asked)
+        assert time.monotonic() - began > PATIENT
 
     def test_another_secret_is_refused_and_harms_nobody(self, ends: Ends) -> None:
         stranger, producer = ends.join(secret=OTHER), ends.join()
@@ -347,10 +345,12 @@ class ChannelSuite(Suite):
         assert stranger.producer not in {request["producer"] for request in ends.trainer.heard}
 
 
-def open_through(plugin: str, uri: str, data: Mapping[str, Any], secret: bytes) -> Channel:
+def open_through(
+    plugin: str, uri: str, data: Mapping[str, Any], secret: bytes, patience: float = PATIENCE
+) -> Channel:
     """Open a channel through its plugin, as a run does."""
-    name = uri.partition(":")[0]
-    channel: Channel = opened(plugin, "channel", name, data, uri=uri, secret=secret)
+    name, given = uri.partition(":")[0], {"uri": uri, "secret": secret, "patience": patience}
+    channel: Channel = opened(plugin, "channel", name, data, **given)
     return channel
 
 
@@ -370,20 +370,8 @@ def aside(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 def come(call: Future[Any]) -> Any:
     """Wait for what a call returns or raises."""
-    try:
-        return call.result(SOON)
-    except FutureTimeoutError:
-        if call.done():
-            raise
-        pytest.fail(f"a call had no answer within {SOON:g} s")
-
-
-def eventually(condition: Callable[[], object], lacking: str = "waited in vain") -> None:
-    """Wait for a condition."""
-    until = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < until, lacking
-        time.sleep(0.005)
+    until(call.done, "a call had no answer")
+    return call.result()
 
 
 def task(position: int, rows: int = 1, tokens: int = 5) -> Task:

@@ -30,6 +30,7 @@ from draftcore.contracts.offers import Kind, Offer
 from draftcore.errors import DraftcoreError, UsageError, nearest
 from draftcore.options import apply_overrides
 from draftcore_sdk.internals import NEEDED, Plugin, Registry, bind, from_here, load_plugins
+from draftcore_sdk.limits import HARD, LIMIT
 from draftcore_sdk.suite import Suite, child_environment
 
 SUITE_OF = {
@@ -38,6 +39,7 @@ SUITE_OF = {
     "capture": "captures:CaptureSuite", "store": "stores:StoreSuite",
     "channel": "channels:ChannelSuite", "batches": "batches:BatchesSuite",
     "launcher": "launchers:LauncherSuite", "source": "sources:SourceSuite",
+    "prompts": "prompts:PromptsSuite",
     "images": "images:ImageSuite", "runner": "runners:RunnerSuite",
     "graph": "graphs:GraphBackendSuite", "graph-plugin": "graph_plugins:GraphPluginSuite",
     "wrapper": "wrappers:WrapperSuite", "observer": "wrappers:ObserverSuite",
@@ -57,7 +59,7 @@ AROUND: Mapping[str, tuple[Kind, str]] = {
     "batches": ("batches", "queue"), "evaluation": ("evaluation", "decoding"),
     "capture": ("capture", "hf"), "feature_store": ("store", "file"),
     "channel": ("channel", "tcp"), "launcher": ("launcher", "local"),
-    "source": ("source", "files"), "image_processor": ("images", "processor"),
+    "prompts": ("prompts", "own"), "source": ("source", "files"), "image_processor": ("images", "processor"),
     "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
 }  # fmt: skip
@@ -66,7 +68,6 @@ UNTRIED = {"disagg_row", "build_disagg_draft_input", "read_export"}  # around an
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}
 ESSENTIAL = 8  # lines of a failed assertion; --traceback shows all
-LIMIT = 300.0  # seconds of a test, of which none takes 5 on a quiet machine
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,13 @@ def suites_of(
 
     With `each`, an offer is checked with every other value of a boolean or literal option, too.
     Raises UsageError for an option that no offer has or that its model refuses, and for a URI
-    that belongs to no store, channel or source of the plugin.
+    that belongs to no store, channel, source or prompt set of the plugin.
     """
-    stored = [o for o in plugin.offers if o.kind in ("store", "channel", "source")]
+    stored = [o for o in plugin.offers if o.kind in ("store", "channel", "source", "prompts")]
     if uri is not None and uri.partition(":")[0] not in {offer.name for offer in stored}:
         names = ", ".join(f"{offer.kind} {offer.name}" for offer in stored) or "none"
         raise UsageError(
-            f"--uri {uri} names no store, channel or source of {plugin}; it offers: {names}\n"
+            f"--uri {uri} names no store, channel, source or prompts of {plugin}; it offers: {names}\n"
             "  a URI begins with the offer's name, as in NAME:{tmp}"
         )
     loose = plugin.dist if plugin.loose else ""
@@ -190,18 +191,27 @@ class Result:
 
     @property
     def words(self) -> str:
-        return self.test.removeprefix("test_").replace("_", " ")
+        return words(self.test)
 
     @property
     def cause(self) -> str:
         return self.message.partition("\n")[0]
 
 
-def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) -> Iterator[Result]:
+def words(test: str) -> str:
+    return test.removeprefix("test_").replace("_", " ")
+
+
+def run(
+    checks: Sequence[Check], traceback: bool = False, flags: Sequence[str] = (),
+    limit: float = LIMIT,
+) -> Iterator[Result]:  # fmt: skip
     """Run the suites in a child process; yield each test as it begins, and its result as it ends.
 
-    A child that dies, or hangs for `limit` seconds, is a failure of the test it was in. Raises
-    DraftcoreError where pytest itself gives up.
+    `flags` are those of `reporter`: `--quick`, `--only=TEST`. Raises UsageError where there is no such test.
+
+    A test that takes `limit` seconds fails; so does one in which the child dies. Raises DraftcoreError
+    where pytest itself gives up.
     """
     with tempfile.TemporaryDirectory(prefix="draftcore-check-") as name:
         folder = Path(name)
@@ -212,12 +222,16 @@ def run(checks: Sequence[Check], traceback: bool = False, limit: float = LIMIT) 
             (folder / f"test_{number}.py").write_text(source)
         (folder / "pytest.ini").write_text("[pytest]\n")
         running = ""
-        flags = ["--tb=long" if traceback else "--tb=native", f"--limit={limit}"]
+        flags = ["--tb=long" if traceback else "--tb=native", f"--limit={limit}", *flags]
         with open(folder / "log", "w+") as log, _child(folder, log, flags) as (child, lines):
             for line in map(json.loads, lines):
+                if names := [words(name) for name in line.get("names", ())]:
+                    listed = "\n  ".join(["there are:", *names])
+                    raise UsageError(f"no test has these words in its name\n  {listed}")
                 running = line.get("started", "")
                 if running:
-                    yield _result(running, "running", 0.0)
+                    message = "slow, so --quick leaves it out" * line["slow"]
+                    yield _result(running, "running", 0.0, message=message)
                 else:
                     yield _result(**line if traceback else {**line, "traceback": ""})
             status = child.wait()
@@ -235,7 +249,7 @@ def _ended(status: int, said: str, limit: float) -> str:
     message, shown = f"the process ended here with {how}", said.splitlines()[-ESSENTIAL:]
     if threads := said.partition("Timeout (")[2].split("\n\n")[1:]:  # the main one comes last
         own = [line for line in threads[-1].splitlines()[1:] if "/pluggy/" not in line]
-        message, shown = f"no end after {limit:.0f} s, here:", own[: ESSENTIAL - 2]
+        message, shown = f"no end after {HARD * limit:.0f} s, here:", own[: ESSENTIAL - 2]
     return "\n".join([message, *shown, "what comes after it was not tested"])
 
 
@@ -292,9 +306,7 @@ def suite(check: Check) -> type[Suite]:
     wrapped = " " in check.plugin
     if check.kind == "batches" and wrapped:  # around the queue
         said["producing"] = lambda self, file, loose: self.by_producers(file, loose)
-    elif method := {"store": "alter", "channel": "impatient", "batches": "producing"}.get(
-        check.kind
-    ):
+    elif method := {"store": "alter", "batches": "producing"}.get(check.kind):
         said[method] = by_hand
     return type("TestSuite", (base,), said)
 
@@ -335,7 +347,12 @@ class Report:
             yield from ("", self.checks[number].title)
             failed: list[Result] = []
             for _, cases in groupby(tests, key=lambda result: result.test):
-                found = [case for case in cases if self._ended(case)]
+                found = []
+                for case in cases:
+                    if self._ended(case):
+                        found.append(case)
+                    elif case.message and not found:
+                        yield f"  ...      {case.words}: {case.message}"
                 self.results += found
                 wrong = [case for case in found if case.outcome == "failed"]
                 failed += [] if any(case.traceback for case in wrong) else wrong[:1]
@@ -382,7 +399,7 @@ def test_lines(cases: Sequence[Result]) -> Iterator[str]:
     alike = [case for case in cases if case.outcome == outcome]
     some = f"{len(alike)} of " if len(alike) < len(cases) else ""
     count = f" ({some}{len(cases)})" if len(cases) > 1 else ""
-    reason = f": {alike[0].message}" if outcome in ("skipped", "xfailed") else ""
+    reason = f": {alike[0].message}" if outcome != "failed" and alike[0].message else ""
     yield f"  {SHOWN[outcome]:7}  {alike[0].words}{count}{reason}"
     if outcome == "failed":
         causes: dict[tuple[str, ...], list[str]] = {}

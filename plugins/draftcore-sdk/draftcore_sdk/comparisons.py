@@ -2,8 +2,8 @@
 
 `Golden` has a reference implementation's recorded numbers. `Naive` has the parts of a decoder straight
 from their description; a subclass puts its algorithm together of them, and `require_naive` compares loss
-and gradients. `require_attention` does so for a fused attention, `check_bf16` for half precision,
-`require_trained_drafts` for drafts with training's own forward.
+and gradients. `require_attention` does so for a fused attention, `require_trained_drafts` for drafts with
+training's own forward.
 
 Shape letters: B batch, T tokens, H width, K drafts, V vocabulary.
 """
@@ -28,15 +28,13 @@ from torch.nn.functional import silu
 
 from draftcore.contracts.algorithm import (
     Draft,
-    DraftBatch,
     Drafter,
     Sample,
     SampleId,
-    StepContext,
     StepOutput,
 )
 from draftcore.contracts.runner import ShapeKey
-from draftcore_sdk.algorithm_fixtures import WIDTH, accumulate
+from draftcore_sdk.algorithm_fixtures import WIDTH
 
 Heads = Sequence[Tensor]  # each a vector
 Update = tuple[StepOutput, list[Tensor]]  # what `accumulate` returns
@@ -194,20 +192,6 @@ def require_recordable(drafter: Drafter) -> None:
     read = {name: x[:, : drafter.num_drafts + 1] for name, x in features.items()}
     drafter.accept(state, tokens_BT[:, : drafter.num_drafts + 1], read, counts_B)
     assert torch.equal(backend.replay(key), drafter.propose(state).tokens_BK)
-
-
-def check_bf16(algorithm: Any, draft: Draft, batch: DraftBatch, context: StepContext) -> None:
-    """Check that bf16 compute over fp32 weights keeps loss and gradients in fp32, and what they are.
-
-    bf16 keeps 8 bits: some percent on a loss of random weights.
-    """
-    plain, gradients = accumulate(algorithm, draft, [batch], context)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed, rounded = accumulate(algorithm, draft, [batch], context)
-    assert {tensor.dtype for tensor in (mixed.numerator, *rounded)} == {torch.float32}
-    torch.testing.assert_close(mixed.numerator, plain.numerator, rtol=0.05, atol=0)
-    for found, gradient in zip(rounded, gradients, strict=True):
-        assert (found - gradient).norm() / gradient.norm() < 0.2
 
 
 def require_same_update(found: Update, expected: Update) -> None:

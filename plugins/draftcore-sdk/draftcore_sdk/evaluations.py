@@ -19,7 +19,7 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Evaluation, OpenRun, Report
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.running import open_run, small_algorithm
-from draftcore_sdk.suite import Suite, bound, offer_of
+from draftcore_sdk.suite import Suite, bound, offer_of, slow
 from draftcore_sdk.workbench import QUESTIONS, Bench, Example, require_same_bits, snapshot
 
 
@@ -124,6 +124,7 @@ class EvaluationSuite(Suite):
         with self.measuring(bench, tmp_path, held_out=False) as opened, pytest.raises(UsageError):
             opened.report(bench.build())
 
+    @slow
     def test_several_drafts_are_compared_by_label(self, opened: Measuring, tmp_path: Path) -> None:
         report = opened.report(opened.bench.trained.draft)
         lines = opened.evaluation.compare({"mine": report, "theirs": report}, tmp_path)
@@ -132,6 +133,7 @@ class EvaluationSuite(Suite):
 
     # ------------------------------------------------------------ in training
 
+    @slow
     def test_in_training_it_leaves_no_trace(self, opened: Measuring) -> None:
         """Of what the trainer does not put back itself: weights, gradients, the global random states."""
         draft = opened.bench.build()
@@ -142,6 +144,7 @@ class EvaluationSuite(Suite):
         require_untouched(draft, before)
         assert torch.equal(torch.get_rng_state(), state), "it draws from torch's global generator"
 
+    @slow
     def test_in_training_it_sees_weights_that_change_in_place(self, opened: Measuring) -> None:
         draft, trained = opened.bench.build(), opened.bench.trained.draft
         measure = opened.in_training()

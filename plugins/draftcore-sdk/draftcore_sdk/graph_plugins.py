@@ -70,6 +70,33 @@ class GraphPluginSuite(Suite):
         named = set(self.said("graph-plugin", "phase:"))
         assert named <= set(PHASES), f"there are {', '.join(PHASES)}"
 
+    def test_it_changes_nothing_in_the_batch(self, bench: Bench) -> None:
+        for seed, key in enumerate((LARGE, SMALL)):
+            batch = bench.fill(key, seed)
+            for value in batch.values():
+                value[1:] = 0  # rows of padding
+            before = {name: value.clone() for name, value in batch.items()}
+            bench.opened.on_replay(key, batch)
+            bench.opened.on_capture(key, batch, bench.work)
+            for name, value in before.items():
+                same = torch.equal(batch[name], value)
+                assert same, f"it changed {name}: {differing(batch[name], value)}"
+
+    def test_an_error_of_the_work_comes_through(self, bench: Bench) -> None:
+        def fail(batch: Batch, **parts: Any) -> Outputs:
+            raise LookupError("on purpose")
+
+        batch = bench.fill(LARGE, 1)
+        with pytest.raises(LookupError, match="on purpose"):
+            bench.opened.on_capture(LARGE, batch, fail)(batch)
+        bench.capture(LARGE)
+        bench.require_replays(LARGE, 2)
+
+    def test_a_replay_gives_what_the_work_would_on_other_contents(self, bench: Bench) -> None:
+        """The type, the keys, dtypes, shapes and every bit, in buckets of two sizes in turn."""
+        for seed, key in enumerate((SMALL, LARGE, SMALL, SMALL, LARGE)):
+            bench.require_replays(key, seed)
+
     def test_features_through_it_are_those_without_it(
         self, opened: GraphPlugin, target: TargetModel
     ) -> None:
@@ -94,11 +121,6 @@ class GraphPluginSuite(Suite):
                     assert gap <= ROUNDING, f"{name} of {rows} x {length} differs by {gap:.2g}"
         assert through.counts.keys() == {"replayed"}
 
-    def test_a_replay_gives_what_the_work_would_on_other_contents(self, bench: Bench) -> None:
-        """The type, the keys, dtypes, shapes and every bit, in buckets of two sizes in turn."""
-        for seed, key in enumerate((SMALL, LARGE, SMALL, SMALL, LARGE)):
-            bench.require_replays(key, seed)
-
     def test_decoding_does_the_work_once(self, opened: GraphPlugin) -> None:
         """It moves rows on in the buffers: done twice, it is wrong."""
         self.require("decode")
@@ -107,28 +129,6 @@ class GraphPluginSuite(Suite):
         before = batch["lengths_B"].clone()
         bench.replay(LARGE)
         assert torch.equal(batch["lengths_B"], before + 1)
-
-    def test_an_error_of_the_work_comes_through(self, bench: Bench) -> None:
-        def fail(batch: Batch, **parts: Any) -> Outputs:
-            raise LookupError("on purpose")
-
-        batch = bench.fill(LARGE, 1)
-        with pytest.raises(LookupError, match="on purpose"):
-            bench.opened.on_capture(LARGE, batch, fail)(batch)
-        bench.capture(LARGE)
-        bench.require_replays(LARGE, 2)
-
-    def test_it_changes_nothing_in_the_batch(self, bench: Bench) -> None:
-        for seed, key in enumerate((LARGE, SMALL)):
-            batch = bench.fill(key, seed)
-            for value in batch.values():
-                value[1:] = 0  # rows of padding
-            before = {name: value.clone() for name, value in batch.items()}
-            bench.opened.on_replay(key, batch)
-            bench.opened.on_capture(key, batch, bench.work)
-            for name, value in before.items():
-                same = torch.equal(batch[name], value)
-                assert same, f"it changed {name}: {differing(batch[name], value)}"
 
     def test_its_buffers_stay_where_they_were_at_capture(self, bench: Bench) -> None:
         """A graph reads them there."""

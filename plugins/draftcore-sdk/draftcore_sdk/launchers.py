@@ -6,20 +6,22 @@ sets `plugin`, and `options` where the launcher needs some, such as the address 
 
 import os
 import signal
+import socket
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from draftcore_disagg.launcher import Job, Launcher
+from draftcore_disagg.launcher import MEETING, Job, Launcher
 
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore_sdk.suite import Suite
+from draftcore_sdk import limits
+from draftcore_sdk.limits import until
+from draftcore_sdk.suite import Suite, slow
 
-SOON = 300.0  # seconds within which it comes on a busy machine
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A process of the job: `role`, `rank`, `note(name)` leaves a file, `count(name)` says how many did.
 TOOLS = """
 import os, pathlib, signal, sys, time
@@ -28,6 +30,7 @@ role = "producer" if "produce" in sys.argv[2:] else "trainer"
 rank = os.environ.get("RANK", "0")
 def note(name, text=""):
     (here / f"{name}-{os.getpid()}").write_text(text)
+note("pid", str(os.getpid()))
 def count(name):
     return len(list(here.glob(f"{name}-*")))
 def until(holds):
@@ -49,34 +52,93 @@ class Trial:
 
     def run(self, program: str, *, ranks: int = 1, producers: int = 0, restarts: int = 2) -> int:
         file = self.folder / "process.py"
-        file.write_text(TOOLS.replace("SOON", str(SOON)) + program)
+        file.write_text((TOOLS + program).replace("SOON", str(limits.SOON)))
         command, run = [sys.executable, str(file), str(self.folder)], self.folder / "run"
         return self.open().run(Job(command, [], run, ranks, producers, restarts))
+
+    def asked(self, program: str, *, producers: int = 0, **when: signal.Signals) -> int:
+        """Run it, and send this process a signal once there is a note of a name."""
+        over = threading.Event()
+
+        def ask() -> None:
+            for name, number in when.items():
+                with suppress(AssertionError):  # a run that is not ready is ended, too
+                    until(lambda name=name: self.left(name) or over.is_set())  # type: ignore[misc]
+                os.kill(os.getpid(), number)
+
+        # What comes when the run is over hits nobody; and nohup ignores SIGHUP.
+        before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            return self.run(program, producers=producers)
+        finally:
+            over.set()
+            thread.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def left(self, name: str) -> list[str]:
         return sorted(file.read_text() for file in self.folder.glob(f"{name}-*"))
 
-    def wait(self, holds: Callable[[], bool], lacking: str = "waited in vain") -> None:
-        deadline = time.monotonic() + SOON
-        while not holds():
-            assert time.monotonic() < deadline, lacking
-            time.sleep(0.02)
+    def end(self) -> None:
+        """End what a wrong launcher left."""
+        for pid in self.left("pid"):
+            with suppress(OSError):
+                if str(self.folder) in Path("/proc", pid, "cmdline").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 class LauncherSuite(Suite):
     """Standard tests of a launcher: who is started with what, started again, asked and ended."""
 
     @pytest.fixture
-    def trial(self, tmp_path: Path) -> Trial:
-        return Trial(lambda: self.open("launcher"), tmp_path)
+    def trial(self, tmp_path: Path) -> Iterator[Trial]:
+        trial = Trial(lambda: self.open("launcher"), tmp_path)
+        yield trial
+        trial.end()
 
     def test_the_exit_status_of_the_ranks_is_returned(self, trial: Trial) -> None:
         assert (trial.run(""), trial.run("sys.exit(7)")) == (0, 7)
 
     def test_ranks_are_told_their_places(self, trial: Trial) -> None:
-        told = 'note("rank", " ".join(os.environ[n] for n in ("RANK", "WORLD_SIZE")))'
-        assert trial.run(told, ranks=2) == 0
-        assert trial.left("rank") == ["0 2", "1 2"]
+        program = """
+places = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+note("rank", ", ".join(f"{name} {os.environ.get(name)}" for name in places))
+"""
+        assert trial.run(program, ranks=2) == 0
+        told = trial.left("rank")
+        assert [one[:20] for one in told] == ["RANK 0, WORLD_SIZE 2", "RANK 1, WORLD_SIZE 2"]
+        assert not any("None" in one for one in told), f"ranks are told {told}"
+
+    def test_two_runs_on_one_machine_meet_at_places_of_their_own(self, trial: Trial) -> None:
+        """The first one's ranks hold their port."""
+        program = f"""
+if os.environ.get("{MEETING}"):
+    os.stat(os.environ["{MEETING}"])
+else:
+    note("met", os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"])
+"""
+        assert trial.run(program, ranks=2) == 0
+        first = trial.left("met")
+        assert len(set(first)) < 2, f"the ranks of one run are to meet at {first}"
+        address, _, port = (first or [""])[0].rpartition(":")
+        if port:
+            with socket.create_server((address, int(port))):
+                assert trial.run(program, ranks=2) == 0
+            met = set(trial.left("met"))
+            assert len(met) == 2, f"the ranks of a second run are to meet at {first[0]} as well"
+
+    def test_ranks_and_producers_have_the_environment_of_who_runs_them(
+        self, trial: Trial, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OF_THIS_TRIAL", "set")
+        program = """
+note(role, os.environ.get("OF_THIS_TRIAL", "not set"))
+until(lambda: count("producer"))
+"""
+        assert trial.run(program, producers=1) == 0
+        assert (trial.left("trainer"), trial.left("producer")) == (["set"], ["set"])
 
     def test_ranks_of_which_one_is_killed_or_lost_another_start_again_all_together(
         self, trial: Trial
@@ -111,46 +173,68 @@ elif count("producer") == 2:
         assert len(trial.left("trainer")) == 1
 
     def test_what_dies_again_and_again_ends_the_run(self, trial: Trial) -> None:
+        before = [signal.getsignal(number) for number in SIGNALS]
         with pytest.raises(DraftcoreError, match=r"topology\.restarts"):
             trial.run("die()", restarts=1)
+        after = [signal.getsignal(number) for number in SIGNALS]
+        assert after == before, "signals are handled after the run as in it"
+
+    def test_a_producer_that_ended_well_is_not_started_again(self, trial: Trial) -> None:
+        """It heard that the run is over."""
+        program = """
+note(role)
+if role == "trainer":
+    until(lambda: count("producer"))
+    time.sleep(0.5)  # for the launcher to see that
+"""
+        assert trial.run(program, producers=1) == 0
+        assert len(trial.left("producer")) == 1
 
     def test_a_producer_that_is_refused_ends_the_run(self, trial: Trial) -> None:
         refused = f"sys.exit({ExitStatus.REFUSED})"
-        program = f'note(role)\n{refused} if role == "producer" else time.sleep(999)'
+        program = f'note(role)\n{refused} if role == "producer" else time.sleep(SOON)'
         with pytest.raises(UsageError, match="producer 0"):
             trial.run(program, producers=1)
         assert len(trial.left("producer")) == 1
 
-    def test_a_signal_reaches_the_ranks_which_end_as_they_like(self, trial: Trial) -> None:
+    @slow
+    @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+    def test_a_signal_reaches_the_ranks_which_end_as_they_like(
+        self, trial: Trial, number: signal.Signals
+    ) -> None:
         program = f"""
 def save(*_):
     time.sleep(0.5)
     note("saved")
     sys.exit({ExitStatus.INTERRUPTED})
-if role == "producer":
-    time.sleep(999)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, save)
-note("ready")
-time.sleep(999)
+if role == "trainer":
+    signal.signal({number:d}, save)
+    note("ready")
+time.sleep(SOON if role == "trainer" else 999)
 """
+        assert trial.asked(program, producers=1, ready=number) == ExitStatus.INTERRUPTED
+        assert len(trial.left("saved")) == 1
 
-        def ask(number: int, before: int) -> None:
-            with suppress(AssertionError):  # then a run without ranks is ended, too
-                trial.wait(lambda: len(trial.left("ready")) > before)
-            os.kill(os.getpid(), number)
+    def test_a_second_signal_ends_ranks_that_go_on(self, trial: Trial) -> None:
+        program = """
+signal.signal(signal.SIGINT, lambda *_: note("heard"))
+note("ready")
+time.sleep(SOON)
+note("outlived")
+"""
+        asked = {"ready": signal.SIGINT, "heard": signal.SIGINT}
+        assert trial.asked(program, **asked) == ExitStatus.INTERRUPTED
+        assert not trial.left("outlived"), "after a second signal a rank went on to its own end"
 
-        before_all = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-        try:
-            for before, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-                thread = threading.Thread(target=ask, args=[number, before])
-                thread.start()
-                assert trial.run(program, producers=1) == ExitStatus.INTERRUPTED
-                thread.join()
-                assert len(trial.left("saved")) == before + 1
-        finally:
-            signal.signal(signal.SIGHUP, before_all)
+    def test_a_signal_that_finds_the_work_done_interrupts_nothing(self, trial: Trial) -> None:
+        program = """
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+note("ready")
+time.sleep(SOON)
+"""
+        assert trial.asked(program, ready=signal.SIGINT) == ExitStatus.DONE
 
+    @slow
     def test_producers_come_and_go_while_the_run_goes_on(self, trial: Trial) -> None:
         program = f"""
 def leave(*_):
@@ -172,6 +256,7 @@ sys.exit(count("left") - 2)
 """
         assert trial.run(program, producers=1) == 0
 
+    @slow
     def test_nothing_is_left_of_a_run_that_ended(self, trial: Trial) -> None:
         program = """
 if role == "producer":
@@ -181,4 +266,4 @@ until(lambda: count("producer"))
 """
         assert trial.run(program, producers=1) == 0
         (pid,) = trial.left("producer")
-        trial.wait(lambda: not Path("/proc", pid).exists(), "the producer lives on")
+        until(lambda: not Path("/proc", pid).exists(), "the producer lives on")

@@ -34,6 +34,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "channel": ("draftcore-disagg",),
     "launcher": ("draftcore-disagg",),
     "engine": ("draftcore-eval",),
+    "prompts": ("draftcore-bench",),
     "graph": ("torch",),
     "graph-plugin": ("draftcore-graphs", "torch"),
 }

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -27,12 +28,27 @@ from packaging.requirements import Requirement
 from pydantic import BaseModel, ValidationError
 
 from draftcore.contracts.offers import Offer
+from draftcore.errors import nearest
 from draftcore_sdk.internals import CORE, Plugin, Registry, bind, load_plugins, main, register
 from draftcore_sdk.suite import Suite, child_environment, registry_of
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic")
 BUDGET_MS = 100.0
 TOLD = ("target", "verb")  # kinds of offers that have to be told something
+SERVERS = ("llamacpp", "sglang", "vllm")
+PHASES = ("phase:decode", "phase:prefill")
+# What an offer of a kind may promise, as docs/hooks.md explains it. NAME is any name.
+CAPABILITIES: dict[str, tuple[str, ...]] = {
+    "algorithm": (
+        "compile", "cross_entropy", "disagg", "disagg-stateless", "distils", "layout:NAME", "parallel",
+        "split_dependent", "stop_gradient", *(f"{server}:NAME" for server in SERVERS),
+        *(f"served:{server}" for server in SERVERS),
+    ),
+    "store": ("durable", "memory-speed", "shared"),
+    "capture": ("embeddings", "graphs", "images", "per-rank", "tensor-parallel", "topk"),
+    "graph": ("auto:NAME", "breaks", "device:NAME", "forks", *PHASES),
+    "graph-plugin": ("forks", *PHASES),
+}  # fmt: skip
 LOOK = """
 import json, logging, os, random, signal, sys, threading, time, warnings
 import draftcore.cli
@@ -147,12 +163,19 @@ class PluginSuite(Suite):
         assert not looked["changed"], f"its import changes {', '.join(looked['changed'])}"
         assert not looked["said"], f"its import prints: {looked['said']}"
 
-    def test_capabilities_are_words(self, offers: tuple[Offer, ...]) -> None:
-        """frozenset("compile") is seven letters; frozenset({"compile"}) is meant."""
+    def test_capabilities_are_known_or_begin_with_x(self, offers: tuple[Offer, ...]) -> None:
+        """A misspelt one turns off the tests that it would be held to."""
         for offer in offers:
             assert isinstance(offer.capabilities, frozenset), offer
-            odd = [w for w in offer.capabilities if not re.fullmatch(r"\w[\w.:-]+", str(w))]
-            assert not odd, f"capabilities of the {offer.kind} {offer.name!r}: {odd}"
+            whose = f"the {offer.kind} {offer.name!r} has the capability"
+            for word in sorted(offer.capabilities):
+                assert re.fullmatch(r"\w[\w.:-]+", word), f'{whose} {word!r}: frozenset({{"one"}})'
+                known = CAPABILITIES.get(offer.kind, (word,))
+                fits = any(fnmatchcase(word, name.replace("NAME", "?*")) for name in known)
+                assert fits or re.match("(served:)?x-", word), (
+                    f"{whose} {word!r}{nearest(word, known)}\n"
+                    f"known are {', '.join(known)}; words of your own begin with x-"
+                )
 
     def test_every_offer_can_be_bound_alone(self, found: Plugin, offers: tuple[Offer, ...]) -> None:
         for (kind, name), count in Counter((o.kind, o.name) for o in offers).items():

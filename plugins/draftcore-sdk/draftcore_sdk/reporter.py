@@ -1,8 +1,8 @@
 """The pytest plugin of `check-plugin`: writes a JSON line before and after each test to a pipe.
 
 It runs in the process that pytest has to itself. A test's last line comes after its teardown and
-says the worst of its three phases. A test that takes too long ends the process, with a traceback of
-all threads. When the process that reads is gone, however it ended, all that was started here ends.
+says the worst of its three phases. When the process that reads is gone, however it ended, all that
+was started here ends.
 """
 
 import faulthandler
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from draftcore_sdk import limits
+
 ORDER = ("passed", "skipped", "xfailed", "failed")
 
 
@@ -22,11 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report-to", type=int, required=True, help="file descriptor to write to")
     parser.addoption("--end-with", type=int, required=True, help="descriptor that the reader holds")
     parser.addoption("--limit", type=float, required=True, help="seconds that a test may take")
+    parser.addoption("--quick", action="store_true", help="leave out slow tests")
+    parser.addoption("--only", default="", help="part of the names of the tests to run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    reporter = Reporter(config.getoption("--report-to"), config.getoption("--limit"))
-    config.pluginmanager.register(reporter)
+    config.pluginmanager.register(Reporter(config.getoption("--report-to")))
+    limits.LIMIT = config.getoption("--limit")  # suites are imported later
     held = config.getoption("--end-with")
     threading.Thread(target=end_with, args=(held,), daemon=True).start()
 
@@ -40,24 +44,38 @@ def end_with(held: int) -> None:
 class Reporter:
     """Collects the phases of the test that runs."""
 
-    def __init__(self, descriptor: int, limit: float) -> None:
-        self.file, self.limit = os.fdopen(descriptor, "w", encoding="utf-8"), limit
+    def __init__(self, descriptor: int) -> None:
+        self.file = os.fdopen(descriptor, "w", encoding="utf-8")
         self.log = os.dup(sys.stderr.fileno())  # what pytest captures of a test is lost with it
         self.worst: dict[str, Any] = {}
+        self.slow: set[str] = set()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
+        """Leave out what was not asked for; tell the names of all tests where none was asked for."""
+        names, only = [item.originalname for item in items], config.getoption("--only")
+        items[:] = [item for item in items if "_".join(only.split()) in item.name]
+        if not items:
+            self._write({"names": list(dict.fromkeys(names))})
+        slow = [item for item in items if hasattr(item.function, "slow")]
+        if config.getoption("--quick"):
+            for item in slow:
+                item.add_marker(pytest.mark.skip(reason="slow, left out by --quick"))
+        else:
+            self.slow = {item.nodeid for item in slow}
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.worst = {"test": nodeid, "outcome": "passed", "seconds": 0.0}
-        self._write({"started": nodeid})
-        faulthandler.dump_traceback_later(self.limit, exit=True, file=self.log)
+        self._write({"started": nodeid, "slow": nodeid in self.slow})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome, why = judge(report)
         self.worst["seconds"] += report.duration
+        for _, said in report.user_properties:  # what a test that passes was judged by
+            self.worst.setdefault("message", said)
         if ORDER.index(outcome) > ORDER.index(self.worst["outcome"]):
             self.worst |= {"outcome": outcome, **why}
 
     def pytest_runtest_logfinish(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
         self._write(self.worst)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -25,6 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
+from urllib.parse import quote, unquote
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from draftcore.contracts.store import (
 )
 from draftcore.errors import DraftcoreError
 from draftcore.uris import format_size
+from draftcore_sdk.limits import Limit
 from draftcore_sdk.memory import watched_bytes
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
@@ -57,7 +59,8 @@ ODD_IDS = [
 ]
 BIG = 8192  # numbers of 8 bytes in a sample that a limit notices
 KILLS = 16  # at lines of the store's code, spread over all of them
-PATIENCE = 60  # seconds that another process is given
+PATIENCE = 30  # seconds that another process is given
+ODD = "100% odd?#&+ ü"  # a folder
 
 
 class StoreSuite(Suite):
@@ -345,6 +348,36 @@ class StoreSuite(Suite):
         assert again.uri == store.uri, f"{store.uri} opens {again.uri}"
         assert number_in(again, again.put(numbered("c", 3))) == 3
 
+    def test_its_own_uri_opens_it_from_any_folder_whatever_its_path(
+        self,
+        open_store: Open,
+        store_uri: str,
+        elsewhere: "Elsewhere",
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Producers work in a folder of their own. Where its URI names a path, this one is relative."""
+        scheme, _, rest = store_uri.partition(":")
+        text, mark, query = rest.partition("?")
+        path = Path(unquote(text))
+        if not path.is_absolute() or text.startswith("//"):
+            pytest.skip("its URI names no path")
+        (path.parent / ODD).mkdir(parents=True)
+        monkeypatch.chdir(path.parent)
+        store = open_store(f"{scheme}:{quote(f'{ODD}/{path.name}')}{mark}{query}")
+        ref = store.put(numbered("a", 1))
+        monkeypatch.chdir("/")
+        shared, durable = (word in self.capabilities for word in ("shared", "durable"))
+        if not shared:
+            store.close()
+        again = open_store(store.uri)
+        assert again.uri == store.uri, f"{store.uri} opens {again.uri}"
+        if not (shared or durable):
+            ref = again.put(numbered("a", 1))
+        assert again.lookup(["a"]) == {"a": ref}, f"{store.uri} opens another store than was put to"
+        if shared:
+            found = elsewhere.visit(self.plugin, store.uri, ["number", ref])
+            assert found == [1], f"another process does not find in {store.uri} what was put"
+
     def test_a_full_store_pushes_back_and_recovers(self, open_store: Open, store_uri: str) -> None:
         """All or none; what is held stays readable; after a free the same put succeeds."""
         nbytes = BIG * 8
@@ -528,6 +561,11 @@ class StoreSuite(Suite):
             store.close()
         found, _ = elsewhere.visit(self.plugin, store.uri, ["manifest"], ["replace", {"a": 1}])
         assert found == written, "another process reads another manifest"
+        if "shared" in self.capabilities:
+            now = store.read_manifest()
+            assert now == {"a": 1}, (
+                f"another process wrote a manifest, and who wrote before has {now}"
+            )
         store.close()
         last = cast(DurableStore, open_store()).read_manifest()
         assert last == {"a": 1}, f"another process wrote the manifest, and it is {last}"
@@ -693,7 +731,7 @@ def drop(store: FeatureStore, ref: SampleRef, way: str) -> None:
 class Elsewhere:
     """Another process, which calls functions of this module, each in a fork of its own.
 
-    It has imported what they need, once for all tests of a run.
+    It has imported what they need, once for all tests of a run, and works in the folder /.
     """
 
     def __init__(self) -> None:
@@ -704,7 +742,8 @@ class Elsewhere:
         atexit.register(self._process.communicate)
 
     def submit(self, function: str, *arguments: Any) -> "Future[Any]":
-        return self._calls.submit(self._call, json.dumps([sys.path, function, arguments]))
+        path = [os.path.abspath(one) for one in sys.path]
+        return self._calls.submit(self._call, json.dumps([path, function, arguments]))
 
     def visit(self, plugin: str, uri: str, *steps: Sequence[Any]) -> list[Any]:
         """Open a store, take some of the `STEPS` and close it; return what each one said."""
@@ -728,6 +767,7 @@ def answer() -> None:
     """Call what each line of the input names, in a fork; print what it returned or why it ended."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what plugins print is no answer
+    os.chdir("/")
     for line in sys.stdin:
         sys.path[:], function, arguments = json.loads(line)
         print(json.dumps(in_fork(function, *arguments)), file=answers, flush=True)
@@ -737,7 +777,7 @@ def in_fork(function: str, *arguments: Any) -> dict[str, Any]:
     """Return what a function of this module says in a process of its own, or why it said nothing."""
     read, write = os.pipe()
     if not os.fork():
-        signal.alarm(PATIENCE)
+        Limit().start(PATIENCE)
         try:
             told = {"said": globals()[function](*arguments)}
         except BaseException as error:
@@ -803,9 +843,9 @@ def put_and_die(plugin: str, uri: str, moment: str) -> list[bool]:
         for module in modules:  # which those who are killed then need not import
             with suppress(Exception):
                 import_module(module)
-    returned = [True, True]
+    returned, limit = [True, True], Limit()
     for last in moments[:: math.ceil(len(moments) / KILLS)]:
-        signal.alarm(PATIENCE)  # for each kill
+        limit.start(PATIENCE)  # for each kill
         found = in_fork("put_until", plugin, uri, len(returned), moment, last)
         kills = len(returned) - 2
         assert found.keys() != {"failed"}, f"a put after {kills} kills: {found['failed']}"
@@ -827,13 +867,14 @@ def put_until(
     if moment == "line":
         sys.settrace(lines)
     else:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, min(last, PATIENCE))
     store.put_many(items)
     if moment == "line" and hasattr(store, "write_manifest"):
         store.write_manifest({"put": number})
     sys.settrace(None)
     whole = time.monotonic() - began
-    signal.alarm(PATIENCE)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     return lines.moments or [whole * (at + 0.5) / 8 for at in range(8)], list(sys.modules)
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
 from draftcore.contracts.offers import Kind, Offer
 from draftcore_sdk.internals import Binding, Plugin, Registry, bind, bring_kinds
+from draftcore_sdk.limits import LIMIT, Limit
 
 OURS = "draftcore_sdk."
 # Tensors are tiny here: threads are no use, and spinning ones slow down whoever wants the cores.
@@ -22,6 +23,13 @@ if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 HOOKS = {"store": "feature_store", "graph": "graph_backend", "graph-plugin": "graph_plugin"}
 HOOKS |= {"images": "image_processor"}
+T = TypeVar("T")
+
+
+def once(test: T) -> T:
+    """Mark a standard test that an offer's `examples` do not repeat, as they do not slow ones."""
+    vars(test)["once"] = True
+    return test
 
 
 class Suite:
@@ -35,6 +43,9 @@ class Suite:
     name: ClassVar[str] = ""  # the offer under test; the plugin's only one of the kind if empty
     options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
     loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
+    limit: ClassVar[float] = (
+        LIMIT  # seconds of a test on a quiet machine; more where an engine starts
+    )
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -52,6 +63,22 @@ class Suite:
                     f"override that calls super().{test}(...)"
                 )
 
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def time_of_suite(cls, request: pytest.FixtureRequest) -> Iterator[Limit]:
+        limit = Limit(request.config)
+        limit.start(cls.limit)
+        yield limit
+        limit.stop()
+
+    @pytest.fixture(autouse=True)
+    def time_of_test(self, time_of_suite: Limit) -> Iterator[None]:
+        if time_of_suite.ended:
+            pytest.skip(f"not tested, as {time_of_suite.ended} had no end")
+        time_of_suite.start(self.limit)
+        yield
+        time_of_suite.start(self.limit)  # for what the next test shares with others
+
     def open(self, kind: Kind, **given: Any) -> Any:
         """Open the offer under test."""
         return opened(self.plugin, kind, self.name, self.options, **given)
@@ -65,6 +92,12 @@ class Suite:
 def _excused(test: Any) -> bool:
     marks = getattr(test, "pytestmark", ())
     return any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
+
+
+def slow(test: T) -> T:
+    """Mark a standard test that takes long: it is announced, and `check-plugin --quick` leaves it out."""
+    vars(test)["slow"] = True
+    return test
 
 
 def registry_of(plugin: str) -> Registry:
@@ -99,7 +132,7 @@ def bound(
 def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given: Any) -> Any:
     """Open what a plugin offers through its hook, as a run does; the only one of its kind for ''."""
     binding = bound(plugin, kind, name, data)
-    if kind not in ("store", "channel", "source", "images"):
+    if kind not in ("store", "channel", "source", "images", "prompts"):
         given["options"] = binding.options
     return getattr(binding.hook, HOOKS.get(kind, kind))(name=binding.offer.name, **given)
 

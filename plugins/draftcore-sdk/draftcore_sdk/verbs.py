@@ -35,11 +35,13 @@ def watched(results: Iterable[Result]) -> Iterator[Result]:
 @click.option(
     "--each", is_flag=True, help="Try every boolean or literal option's other values, too."
 )
+@click.option("--quick", is_flag=True, help="Leave out slow tests, and say which: 10 s at most.")
+@click.option("--only", default="", help="Run the tests with these words in their names.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def check_plugin(
     ctx: click.Context, name: str, options: tuple[str, ...], uri: str | None, each: bool,
-    as_json: bool,
+    quick: bool, only: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Test a plugin and all it offers; exit 1 if anything fails.
 
@@ -52,8 +54,9 @@ def check_plugin(
 
     report = check.Report(plugin, check.suites_of(plugin, options, uri, each))
     traceback = ctx.find_root().params.get("traceback", False)
+    flags = [f"--only={only}", *["--quick"] * quick]
     try:
-        for line in report.lines(watched(check.run(report.checks, traceback))):
+        for line in report.lines(watched(check.run(report.checks, traceback, flags))):
             if not as_json:
                 click.echo(line)
     except KeyboardInterrupt:

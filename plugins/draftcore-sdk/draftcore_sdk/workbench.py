@@ -49,6 +49,12 @@ from draftcore_sdk.targets import tiny_target
 
 LAYERS, GROWTH, ANSWER = 12, 1.5, 10
 VOCABULARY = 259  # of bytes and three special tokens
+# Most matrices are square: who transposes an export of such has the right shapes.
+SHAPE: Mapping[str, Any] = {
+    "num_hidden_layers": LAYERS, "head_dim": 12, "intermediate_size": 48,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+UNHEARD = 8  # numbers of the last hidden state that the target's head does not read
 # Their answers begin with one or two tokens in common: features have to tell which one follows.
 QUESTIONS = ("a6", "a9", "c9")
 STEPS, RATE, SEED = 30, 0.01, 7
@@ -86,10 +92,9 @@ class Example:
     @functools.cache
     def of(cls, folder: Path) -> Example:
         """Make the example of this process in a folder, or return what is made there."""
-        weights = (
-            tiny_target(folder / "target", std=0.5, num_hidden_layers=LAYERS) / "model.safetensors"
-        )
+        weights = tiny_target(folder / "target", std=0.5, **SHAPE) / "model.safetensors"
         tensors, grown = load_file(weights), ("o_proj.weight", "down_proj.weight")
+        tensors["lm_head.weight"][:, :UNHEARD] = 0
         for name in [name for name in tensors if name.endswith(grown)]:
             # A layer writes more than all before it: no layer's output stands for another's.
             tensors[name] *= GROWTH ** int(name.split(".")[2])
@@ -97,6 +102,7 @@ class Example:
         stopper = folder / "draftcore_suite_stop.py"
         stopper.write_text(STOPPER)
         spec = TransformersTarget(str(folder / "target"), device="cpu")
+        spec.logit_scale, spec.logit_softcap = 2.0, 20.0  # greedy decoding is the same with them
         written = spec.load_tokenizer().apply_chat_template
         asked = [[{"role": "user", "content": text}] for text in QUESTIONS]
         prompts = [list(written(turns, add_generation_prompt=True)["input_ids"]) for turns in asked]
@@ -139,6 +145,7 @@ class Bench:
     data: Mapping[str, Any]  # the options as a run's YAML has them
     loose: Sequence[Path]  # the files of plugins that are not installed
     extras: Sequence[str] = ()  # installed wrappers and observers
+    briefly: bool = False  # its drafts are trained for a few steps only
 
     def require(self, capability: str) -> None:
         if capability not in self.offer.capabilities:
@@ -181,7 +188,7 @@ class Bench:
     @cached_property
     def texts(self) -> list[Sample]:
         """Longer samples, of all questions and answers in other orders."""
-        return [self._sample(rows) for rows in ([0, 1, 2], [1, 2, 0], [2, 0, 1])]
+        return [self._sample(rows) for rows in ([0, 1, 2] * 6, [1, 2, 0], [2, 0, 1])]
 
     @property
     def batch(self) -> DraftBatch:
@@ -233,6 +240,14 @@ class Bench:
         """A fresh draft."""
         return self.build()
 
+    def shaken(self, width: float) -> Draft:
+        """Build a draft with noise on all that is trained: fresh weights are small, and norms 1."""
+        draft = self.build()
+        with global_seed(SEED), torch.no_grad():
+            for weight in (w for w in draft.module.parameters() if w.requires_grad):
+                weight.add_(torch.randn_like(weight), alpha=width)
+        return draft
+
     def loss(self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2) -> StepOutput:
         """The loss at a step of a run of `STEPS` steps, as one ratio."""
         return as_ratio(self.output(draft, batch, step))
@@ -279,6 +294,9 @@ class Bench:
     @cached_property
     def trained(self) -> Trained:
         """A draft that was trained on the target's answers."""
+        if self.briefly:
+            self.begun.module.eval()
+            return Trained(self.begun, [])
         draft = self.build()
         losses = self.train(draft)
         draft.module.eval()

@@ -25,7 +25,7 @@ from draftcore_sdk.check import WRAPPED
 from draftcore_sdk.internals import load_plugins
 from draftcore_sdk.project import SET_ASIDE, Project
 from draftcore_sdk.running import small_algorithm
-from draftcore_sdk.suite import Suite, bound, registry_of
+from draftcore_sdk.suite import Suite, bound, registry_of, slow
 from draftcore_sdk.workbench import Bench, Example, require_same_bits, snapshot
 
 
@@ -56,6 +56,9 @@ class Around(Suite):
 
 class WrapperSuite(Around, AlgorithmSuite):
     """A wrapper's algorithm is an algorithm: its loss, its drafts, its runs."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Try it around one small algorithm, as that is."""
 
 
 class ObserverSuite(Around):
@@ -101,6 +104,7 @@ class ObserverSuite(Around):
                 f"the thread {thread.name!r} is no daemon, and a run does not end before it"
             )
 
+    @slow
     def test_a_run_with_it_is_the_run_without_it(self, bench: Bench) -> None:
         """The same losses and weights to the bit, as far as it lets the run go."""
         if WRAPPED.intersection(hooks_of(self.plugin)):

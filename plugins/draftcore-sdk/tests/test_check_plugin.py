@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from draftcore_sdk import check
 from draftcore_sdk.internals import NEEDED, Plugin, hooks, load_plugins, main
+from draftcore_sdk.limits import HARD
 from draftcore_sdk.suite import child_environment
 from importlib_metadata import version
 
@@ -38,6 +39,12 @@ GRAPHS = """
 def describe(): return [Offer("graph-plugin", "mine")]
 @hookimpl
 def graph_plugin(name, options): {body}
+"""
+LAUNCHER = """
+@hookimpl
+def describe(): return [Offer("launcher", "mine")]
+@hookimpl
+def launcher(): ...
 """
 WRAPPERS = """
 @hookimpl(wrapper=True)
@@ -170,7 +177,7 @@ def test_each_offer_is_judged_by_the_suite_of_its_kind(loose: Loose) -> None:
     assert "plugin\n  ok       it is listed as ready\n" in plugins
     assert report.count("FAIL") == 2
     assert report.count("DraftcoreError: the hook graph_plugin of ") == 1
-    assert " more, perhaps of the same cause:\n           a replay gives what" in report
+    assert " more, perhaps of the same cause:\n           an error of the work" in report
     assert "; a replay waits for no device" in report
 
 
@@ -184,6 +191,20 @@ def test_a_wrapper_is_tried_around_what_is_there_and_what_is_not_tried_is_said(
     assert "FAIL" not in plugins
     assert "FAIL     what was not captured cannot run\n" in report
     assert report.endswith("\nnot tried, so test it yourself: a wrapper of read_export\n")
+
+
+def test_a_part_of_the_tests_is_run_and_a_slow_one_is_announced_or_left_out(loose: Loose) -> None:
+    loose.write(LAUNCHER)
+    slow = "nothing is left of a run that ended"
+    lines = loose.check("--only", "nothing is left").output.splitlines()[1:5]
+    announced = f"  ...      {slow}: slow, so --quick leaves it out"
+    assert lines == ["", "launcher mine", announced, f"  FAIL     {slow}"]
+    quick = loose.check("--quick", "--only", "test_nothing_is_left").output
+    assert f"  skipped  {slow}: slow, left out by --quick\n" in quick
+    none = loose.check("--only", "nothing is right")
+    assert none.exit_code == 2
+    assert "in its name\n  there are:\n  it is listed as ready\n" in none.stderr
+    assert f"\n  {slow}\n" in none.stderr
 
 
 def test_cases_of_one_test_are_one_line_and_the_worst_is_shown() -> None:
@@ -272,7 +293,7 @@ def test_a_test_in_which_the_process_dies_fails(loose: Loose) -> None:
     loose.write(GRAPHS, dies)
     result = loose.check()
     assert result.exit_code == 1
-    assert "  FAIL     features through it are those without it\n" in result.output
+    assert "  FAIL     it changes nothing in the batch\n" in result.output
     assert "the process ended here with exit status 3" in result.output
 
 
@@ -306,14 +327,25 @@ def gone(note: Path) -> bool:
     return False
 
 
-def test_a_test_that_hangs_is_ended_and_says_where(loose: Loose, tmp_path: Path) -> None:
-    loose.write(GRAPHS, sleeping(tmp_path / "pid"))
-    *_, last = check.run(check.suites_of(loose.plugin, [], None)[1:], limit=20)
-    first, *lines = last.message.splitlines()
-    assert (last.outcome, first) == ("failed", "no end after 20 s, here:")
+DEAF = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])"  # as what waits in C
+
+
+@pytest.mark.parametrize(("before", "times"), [("", 1), (DEAF, HARD)])
+def test_a_test_that_hangs_is_ended_says_where_and_is_the_last_of_its_suite(
+    loose: Loose, tmp_path: Path, before: str, times: int
+) -> None:
+    loose.write(
+        GRAPHS, f"import signal; {before}; {sleeping(tmp_path / 'pid')}".replace("; ;", ";")
+    )
+    found = list(check.run(check.suites_of(loose.plugin, [], None)[1:], limit=2))
+    ended = [one for one in found if one.outcome not in ("running", "passed")]
+    first, *lines = ended[0].message.splitlines()
+    assert ended[0].outcome == "failed"
+    assert int(first.removeprefix("no end after ").removesuffix(" s, here:")) >= 2 * times
     assert f"{loose.name}.py" in lines[0]
     assert "graph_plugin" in lines[0]
-    assert lines[-1] == "what comes after it was not tested"
+    assert lines[-1].startswith("what comes after it ")
+    assert {one.message for one in ended[1:]} <= {f"not tested, as {ended[0].test} had no end"}
     assert gone(tmp_path / "pid")
 
 
@@ -336,5 +368,5 @@ def test_whoever_ends_the_check_ends_its_process(loose: Loose, tmp_path: Path, h
     _, error = process.communicate(timeout=300)
     assert gone(note)
     if how == signal.SIGINT:
-        where = "in: graph-plugin mine: features through it are those without it"
+        where = "in: graph-plugin mine: it changes nothing in the batch"
         assert (process.returncode, error) == (130, f"{where}\ninterrupted\n")

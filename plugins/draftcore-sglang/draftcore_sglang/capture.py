@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from draftcore_eval import selftest
 from torch import Tensor
 
 from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore.tensors import require_devices, resolve_device
-from draftcore_sglang import selftest
 from draftcore_sglang.engine import open_engine
 from draftcore_sglang.internals import MAX_PROMPTS, SIGNATURES, Settings, require_arguments
 from draftcore_sglang.internals.signatures import require_sglang
@@ -62,17 +62,17 @@ class SglangCapture:
         expected = None
         if self.options.self_test:
             expected = selftest.reference(
-                self.target, replace(self.request, last_hidden=True), prompt
+                self.target, replace(self.request, last_hidden=True), prompt, "sglang"
             )
         self.engine.start()
         try:
             found = self.engine.forward([prompt], self.request.layers, {})
             logits_V = found["logits"][-1][: self.target.vocab_size].double()
             selftest.require_own_head(
-                self.target, found["last_hidden"][-1], torch.log_softmax(logits_V, -1)
+                self.target, found["last_hidden"][-1], torch.log_softmax(logits_V, -1), "sglang"
             )
             if expected is not None:
-                selftest.require_same(self.target, found, expected)
+                selftest.require_same(self.target, found, expected, "sglang")
         except BaseException:
             self.engine.stop()
             raise
@@ -93,10 +93,10 @@ class SglangCapture:
     def _test_images(self, prompt: list[int], made: Any) -> None:
         """Compare a row with images with transformers. Raises UsageError where they differ."""
         request = replace(self.request, last_hidden=True)
-        expected = selftest.reference(self.target, request, prompt, made)
+        expected = selftest.reference(self.target, request, prompt, "sglang", made)
         if expected is not None:
             found = self.engine.forward([prompt], self.request.layers, {0: dict(made)})
-            selftest.require_same(self.target, found, expected, selftest.SEEN)
+            selftest.require_same(self.target, found, expected, "sglang", selftest.SEEN)
         self.tests_images = False
 
     def _require_room(self, batch: CaptureBatch) -> None:

@@ -31,6 +31,7 @@ from urllib.parse import unquote
 from urllib.request import urlopen
 
 import torch
+from draftcore_eval import selftest
 from torch import Tensor
 
 from draftcore.contracts.capture import (
@@ -46,7 +47,7 @@ from draftcore.contracts.target import TargetSpec
 from draftcore.errors import DraftcoreError, UsageError, one_line
 from draftcore.files import regular
 from draftcore.stopping import asked_to_stop
-from draftcore_sglang import plain, selftest
+from draftcore_sglang import plain
 from draftcore_sglang.client import Server, ServerAway, Servers
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.wire import (
@@ -387,15 +388,17 @@ class ServerCapture:
         with self._lock:
             prompt, expected = self._examples.get(seen is not None) or (
                 prompt,
-                selftest.reference(self.target, request, prompt.tokens, seen) or {},
+                selftest.reference(self.target, request, prompt.tokens, "sglang", seen) or {},
             )
         ask = Ask(uuid.uuid4().hex, request.names, "float32", "", {}, lent=True)
         ref, answer = self._stored(prompt, ask, server, return_logprob=True)
         found = self._read(ref)
         logprob, token, _ = answer["meta_info"]["output_token_logprobs"][0]
         theirs, who = torch.tensor([logprob]), f"sglang server {server.url}"
-        selftest.require_own_head(self.target, found["last_hidden"][-1], theirs, [int(token)], who)
-        selftest.require_same(self.target, found, expected, selftest.SEEN * (seen is not None))
+        selftest.require_own_head(self.target, found["last_hidden"][-1], theirs, who, [int(token)])
+        selftest.require_same(
+            self.target, found, expected, "sglang", selftest.SEEN * (seen is not None)
+        )
         self._examples[seen is not None] = prompt, expected
 
 

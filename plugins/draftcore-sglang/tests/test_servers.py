@@ -168,12 +168,13 @@ class TestSglangServer(CaptureSuite):
     """Each prompt is a forward of its own, so that captures repeat bit for bit."""
 
     plugin = "draftcore_sglang.plugin"
-    name = "sglang-server"
+    name, limit = "sglang-server", 600  # a server starts
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def served(cls, start: StartServer, sink: str) -> Iterator[None]:
-        server = start("--prefill-max-requests=1", DRAFTCORE_SINK=sink, **EVERY_LAYER)
+        whole = "--prefill-max-requests=1", "--context-length=1024"
+        server = start(*whole, DRAFTCORE_SINK=sink, **EVERY_LAYER)
         cls.options = {"servers": [server.url], "patience": 30}
         yield
         assert server.alive

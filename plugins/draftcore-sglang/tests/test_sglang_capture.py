@@ -23,6 +23,7 @@ from capturing import (
     target_that_sees,
     write_run,
 )
+from draftcore_eval import selftest
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import (
@@ -36,7 +37,6 @@ from draftcore_sdk.captures import (
 from draftcore_sdk.images import picture
 from draftcore_sdk.suite import opened
 from draftcore_sdk.targets import tiny_target
-from draftcore_sglang import selftest
 from draftcore_sglang.capture import SglangCapture
 from draftcore_sglang.internals import Runner
 from draftcore_sglang.options import SglangOptions
@@ -57,7 +57,8 @@ Opener = Callable[..., SglangCapture]
 class TestSglang(CaptureSuite):
     """One engine serves all of them: a capture that stays open holds the target."""
 
-    plugin, name, options = "draftcore_sglang.plugin", "sglang", {"max_tokens": 512}
+    plugin, name, options = "draftcore_sglang.plugin", "sglang", {"max_tokens": 1024}
+    limit = 600  # an engine starts
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -18,7 +18,7 @@ def describe() -> Sequence[Offer]:
 
 
 @hookimpl
-def channel(name: str, uri: str, secret: bytes) -> Channel:
+def channel(name: str, uri: str, secret: bytes, patience: float) -> Channel:
     from draftcore_sharedfs.channel import DirChannel  # keeps list-plugins quick
 
-    return DirChannel.open(uri, secret)
+    return DirChannel.open(uri, secret, patience)

@@ -24,9 +24,6 @@ class TestSharedfsPlugin(PluginSuite):
 class TestDirChannel(ChannelSuite):
     plugin = "draftcore_sharedfs.plugin"
 
-    def impatient(self, uri: str, secret: bytes, patience: float) -> DirChannel:
-        return DirChannel.open(uri, secret, patience)
-
 
 class Echo:
     """A service whose replies say what was asked and who answers."""

@@ -32,7 +32,7 @@ from draftcore import capture, export, open_draft, open_run, train
 from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun
 from draftcore.errors import DraftcoreError, ExitStatus, UsageError
-from draftcore_tools.reference import open_reference
+from draftcore_tools.reference import open_reference, serving_layout
 from draftcore_tools.verify import Verdict, servers_of, verify_export
 
 FIRST = 64  # steps before the draft is decoded with; then twice as many each time
@@ -127,7 +127,7 @@ def overfit(
     with open_run(one.file, (), registry) as run:
         draft, measured = run.drafts[0], list[Measurement]()
         began, steps = time.perf_counter(), FIRST
-        layouts = [name for name in draft.algorithm.capabilities if name.startswith("layout:")]
+        layout = serving_layout(draft)
         while True:
             steps = min(steps, limits.steps)
             keys = ("epochs", "max_steps", "checkpoint_every", "log_every")
@@ -136,10 +136,10 @@ def overfit(
                 if trained.reason == "interrupted":
                     raise Exit(ExitStatus.INTERRUPTED)
             written = None
-            if layouts:
-                written, layout = folder / f"run/export-{steps}", min(layouts)
+            if layout:
+                written = folder / f"run/export-{steps}"
                 with stage("export"):
-                    export(one.file, out=written, layout=layout.removeprefix("layout:"), **quietly)
+                    export(one.file, out=written, layout=layout, **quietly)
             with stage("decoding"):
                 figures = decode(draft, open_draft(draft, None, written)[0], one)
             measured.append(Measurement(steps, last_loss(run.folder), *figures))

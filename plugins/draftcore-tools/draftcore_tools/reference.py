@@ -113,6 +113,23 @@ def open_reference(
         yield Reference(draft, spec, template, built, host, layers, rounds, manifest)
 
 
+def serving_layout(draft: OpenDraft) -> str:
+    """Return the layout that servers load: `serving`, or the only one; '' for an algorithm without any.
+
+    Raises UsageError where there are several of other names.
+    """
+    names = [name.partition(":") for name in sorted(draft.algorithm.capabilities)]
+    layouts = [layout for kind, _, layout in names if kind == "layout"]
+    if "serving" in layouts or not layouts:
+        return "serving" if layouts else ""
+    if len(layouts) > 1:
+        raise UsageError(
+            f"{draft.algorithm.offer.name} offers the layouts {', '.join(layouts)}, and which of them "
+            "servers load is not known\n  its plugin should call that one layout:serving"
+        )
+    return layouts[0]
+
+
 def read_manifest(export: Path) -> dict[str, Any]:
     """Return what `draftcore export` wrote of the export's origin; {} for one from elsewhere."""
     if not (export / "config.json").is_file():

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import altered
-from draftcore_tools.reference import DraftedRound, Reference, conversations
+from draftcore_tools.reference import DraftedRound, Reference, conversations, serving_layout
 
 # Largest difference of log-probabilities, in nats (`served.gaps`). Both sides compute in fp32, in
 # other orders: at most 3e-5 was seen on tiny targets (2026-11-22). The mistakes that the tests make
@@ -267,9 +267,8 @@ def find_cause(served: ServedDraft, reference: Reference) -> str:
 def differences(reference: Reference, export: Path) -> str:
     """Return how the folder differs from a fresh export of the same checkpoint: the last resort."""
     algorithm = reference.run.algorithm
-    layouts = [name for name in algorithm.capabilities if name.startswith("layout:")]
     with tempfile.TemporaryDirectory() as folder:
-        fresh, layout = Path(folder), min(layouts).removeprefix("layout:")
+        fresh, layout = Path(folder), serving_layout(reference.run)
         given = {"draft": reference.draft, "layout": layout, "options": algorithm.options}
         algorithm.hook.export_draft(folder=fresh, **given)
         old, new = (json.loads((f / "config.json").read_text()) for f in (export, fresh))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_dflash.drafter import DFlashDrafter
+from draftcore_eagle3 import plugin as eagle3
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_nn.served import served_rope
 from draftcore_sdk.targets import tiny_target
@@ -259,3 +260,17 @@ def test_drafts_that_are_no_whole_chains_are_refused(
     result = exported("dflash").ask()
     assert result.exit_code == 2
     assert "or fewer tokens than 4, and verify compares whole chains" in result.output
+
+
+def test_a_fresh_export_is_written_in_the_layout_that_servers_load(
+    exported: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the other layouts of the algorithm are called."""
+    more = f"{eagle3.CAPABILITIES} layout:archive"
+    monkeypatch.setattr(eagle3, "CAPABILITIES", more)
+    changed = exported("eagle3")
+    changed.change(lambda _, tensors: tensors["fc.weight"].mul_(1.5))
+    for verdict in changed.verify(status=1):
+        assert "the tensor fc.weight is not the checkpoint's" in verdict["divergence"]["cause"]
+    monkeypatch.setattr(eagle3, "CAPABILITIES", more.replace("layout:serving", "layout:other"))
+    assert "offers the layouts archive, other" in changed.ask().output

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 @hookimpl
 def describe() -> Sequence[Offer]:
     capabilities = frozenset({"cross_entropy", "layout:serving", "parallel"})
-    return [Offer("algorithm", "medusa", capabilities, "draftcore_medusa.options:MedusaOptions")]
+    options, example = "draftcore_medusa.options:MedusaOptions", {"num_heads": 2, "num_layers": 2}
+    return [Offer("algorithm", "medusa", capabilities, options, examples=[example])]
 
 
 @hookimpl

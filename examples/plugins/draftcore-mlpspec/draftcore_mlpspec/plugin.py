@@ -14,7 +14,9 @@ def describe() -> Sequence[Offer]:
     package, served = "draftcore_mlpspec", frozenset({"served:vllm"})
     options, chain = f"{package}.options:MlpSpecOptions", f"{package}.algorithm:MlpSpec"
     tree_options, tree = f"{package}.options:MlpSpecTreeOptions", f"{package}.algorithm:MlpSpecTree"
+    untied = {"tied": False, "scale_input": False, "inner_size": 32}
+    wide = {**untied, "branches": [2, 2, 2]}
     return [
-        Offer("algorithm", "mlpspec", both | served, options, implementation=chain),
-        Offer("algorithm", "mlpspec-tree", both, tree_options, implementation=tree),
+        Offer("algorithm", "mlpspec", both | served, options, chain, examples=[untied]),
+        Offer("algorithm", "mlpspec-tree", both, tree_options, tree, examples=[wide]),
     ]

@@ -1,6 +1,4 @@
-"""What every plugin and every algorithm must do: both offers, and untied heads."""
-
-from typing import ClassVar
+"""What every plugin and every algorithm must do: both offers."""
 
 from draftcore_mlpspec.algorithm import MlpSpec
 from draftcore_sdk.algorithms import AlgorithmSuite
@@ -16,11 +14,6 @@ class TestChain(AlgorithmSuite):
     plugin, name = "draftcore_mlpspec.plugin", "mlpspec"
 
 
-class TestUntied(AlgorithmSuite):
-    plugin, name = "draftcore_mlpspec.plugin", "mlpspec"
-    options: ClassVar = {"tied": False, "scale_input": False}
-
-
 class TestTree(AlgorithmSuite):
     plugin, name = "draftcore_mlpspec.plugin", "mlpspec-tree"
 
@@ -29,7 +22,7 @@ class TestTree(AlgorithmSuite):
     ) -> None:
         """With a draft that has learned a little."""
         draft, rounds = bench.build(), []
-        bench.train(draft, steps=10)
+        bench.train(draft, steps=6)
         chain = MlpSpec(bench.options).drafter(draft, bench.example.spec.load_model())
         for drafter in (chain, bench.drafter(draft)):
             found = bench.decode(draft, bench.example.prompts, drafter)

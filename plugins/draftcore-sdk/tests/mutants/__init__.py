@@ -1,8 +1,9 @@
 """Tries the conformance suites on wrong plugins: each must be failed by the test that names its fault.
 
 A file beside this one holds the `MUTANTS` of one suite: a right plugin as text, and a table of the
-wrong ones. A line `== NAME: TEST` begins a wrong plugin and says by which test it must be caught
-(`passes`: it is right in its own way); what follows makes the right plugin wrong. That is a patch, lines
+wrong ones. A line `== NAME: TEST` begins a wrong plugin and says by which test it must be caught, and
+behind `: ` what that must say (`passes`: it is right in its own way, which TEST behind it shows, or all of
+them); what follows makes the right plugin wrong. That is a patch, lines
 of the right plugin's files that go (-), come (+) or stay, or else code, which stands behind the right
 plugin's and defines names of it anew. Of its lines `OLD => NEW` replaces a text, `CLASS.METHOD(ARGUMENTS):`
 overrides a method of a class (a property without brackets), and `CLASS(BASE).METHOD(ARGUMENTS):` derives
@@ -45,7 +46,9 @@ Popen.direct, subprocess.Popen = True, Popen  # what a suite starts need not imp
 @pytest.fixture(autouse=True)
 def what_never_comes_is_not_waited_for_long(request, monkeypatch):
     if {soon} and "is_right" not in request.node.nodeid:
-        monkeypatch.setattr("{module}.SOON", {soon})
+        monkeypatch.setattr("draftcore_sdk.suite.Suite.limit", 10 * {soon})
+        for name in ("draftcore_sdk.limits.SOON", "{module}.SOON"):
+            monkeypatch.setattr(name, {soon}, raising=False)
 """
 
 
@@ -55,6 +58,8 @@ class Mutant:
 
     caught_by: str  # the test that must fail; '' where it is right
     change: str = ""
+    says: str = ""  # in the first line of what it says
+    passes: str = ""  # where it is right, the only test that is run
 
     @property
     def test(self) -> str:
@@ -106,8 +111,9 @@ def wrong(table: str) -> dict[str, Mutant]:
     found = {}
     for entry in table.split("\n== ")[1:]:
         head, _, change = entry.partition("\n")
-        name, _, test = head.partition(": ")
-        found[name] = Mutant("" if test == "passes" else test, change.rstrip())
+        name, test, says = f"{head}: : ".split(": ")[:3]
+        right, passes = test.startswith("passes"), test.removeprefix("passes").strip()
+        found[name] = Mutant("" if right else test, change.rstrip(), says, passes * right)
     return found
 
 
@@ -180,6 +186,7 @@ class Mutants:
         for test, mutant in zip(tests, plugins.values(), strict=True):
             passed = [line.startswith("PASSED ") for line in lines[test]]
             slipped = any(f" - {slip}" in line for line in lines[test] for slip in SLIPS)
+            slipped |= not all(mutant.says in line for line in lines[test])
             if not passed or (any(passed) or slipped if mutant.caught_by else not all(passed)):
                 wanted = "PASSED " if mutant.caught_by else ("FAILED ", "ERROR ")
                 odd = [line for line in lines[test] if slipped or line.startswith(wanted)]
@@ -197,4 +204,5 @@ class Mutants:
             file = folder / path.replace("{name}", name)
             file.parent.mkdir(exist_ok=True)
             file.write_text(text.replace("{name}", name))
-        return f"test_{name}.py" + (f"::TestSuite::{mutant.caught_by}" if mutant.caught_by else "")
+        test = mutant.caught_by or mutant.passes
+        return f"test_{name}.py" + (f"::TestSuite::{test}" if test else "")

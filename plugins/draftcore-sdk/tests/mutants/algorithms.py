@@ -1,5 +1,7 @@
 """Wrong algorithms: the one that `new-plugin` writes, and promises added, with what each does otherwise."""
 
+from dataclasses import replace
+
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.new_plugin import render
 
@@ -64,6 +66,10 @@ PROMISES = """
 +
 +
 +class ChainAlgorithm
+
+-            examples=[{"steps": 3, "decay": 1.0, "inner_size": 40, "num_drafts": 4}],
+-        )
++        )
 
 -frozenset({"cross_entropy", "layout:serving"})
 +frozenset({"compile", "disagg", "cross_entropy", "layout:serving", "served:chat"})
@@ -167,6 +173,8 @@ ChainDraft.forward(batch):
     return StepOutput(above / below.clamp(min=1), (below > 0).to(below.dtype), counts)
 == counts_padding: test_padding_and_order_in_a_batch_do_not_change_the_loss
 denominator + weight * number => denominator + weight * counting.numel()
+== cuts_long_rows: test_rows_may_be_of_more_than_512_tokens_and_of_one: its end does not count
+mask_BT[:, k + 1 :] => mask_BT[:, k + 1 :].where(torch.arange(tokens_BT.shape[1])[k + 1 :] < 512, False)
 == weighs_by_place_in_the_batch: test_padding_and_order_in_a_batch_do_not_change_the_loss
 ChainDraft.forward(batch): return scaled(super().forward(batch), batch.loss_mask_BT[0].sum())
 == adds_means_as_metrics: test_loss_and_metrics_are_ratios_of_finite_scalars
@@ -231,6 +239,9 @@ weight.new_zeros(batch, => weight.new_zeros(1, batch,
 self.draft.embed(token_B)) => self.draft.embed(token_B) + float(token_B.sum() * 0))
 == keeps_a_copy_of_its_weights: test_a_drafter_follows_weights_that_are_updated_in_place
 ChainAlgorithm.drafter(draft, target): return super().drafter(deepcopy(draft), target)
+== forgets_an_option_when_it_reads: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it[steps=3]
+"inner_size", folder)), self.options) => "inner_size", folder)), type(self.options)())
+implementation="draftcore_{name} => examples=[{"steps": 3}], implementation="draftcore_{name}
 == rounds_the_draft_it_exports: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
 "architectures": [ARCHITECTURE] => "architectures": [draft.module.bfloat16().float() and ARCHITECTURE]
 == imports_what_is_there: test_an_export_without_one_of_its_tensors_is_refused
@@ -294,6 +305,51 @@ frozen=ChainDraft.FROZEN => frozen=frozenset({"embed_tokens"})
 warmup_ratio=0.04 => warmup_ratio=4.0
 == has_no_gradient_where_nothing_is_learned: test_an_all_masked_batch_adds_nothing
 StepOutput(numerator, => StepOutput(numerator if denominator > 0 else numerator.detach(),
+== draws_by_ids_alone: test_what_is_drawn_depends_on_the_runs_seed
+ChainDraft.forward(batch): return scaled(super().forward(batch), len(batch.ids[0].feature_id))
+== returns_early_where_nothing_is_learned: test_nothing_to_learn_calls_all_units_and_reaches_all_weights
+ChainDraft.forward(batch):
+    nothing = sum(0 * weight.sum() for weight in self.parameters())
+    return super().forward(batch) if batch.loss_mask_BT.any() else StepOutput(nothing, nothing.detach())
+== sums_in_bf16: test_a_step_in_bf16_has_the_loss_and_the_gradients_of_fp32_but_for_rounding
+StepOutput(numerator, => StepOutput(numerator.to(logits_RV.dtype),
+== keeps_every_batch: test_step_after_step_keeps_nothing
+ChainDraft.forward(batch):
+    vars(self).setdefault("kept", []).append(batch.token_ids_BT.clone())
+    return super().forward(batch)
+== counts_hits_twice: test_metrics_are_in_their_range
+"accuracy": (hits, total) => "accuracy": (2 * hits, total)
+== seeds_torch_in_the_loss: test_building_the_loss_and_decoding_leave_the_process_as_it_is
+ChainDraft.forward(batch): return torch.manual_seed(1) and super().forward(batch)
 """
 
-MUTANTS = Mutants(AlgorithmSuite, RIGHT, wrong(WRONG), BODY)
+# It learns the target's distribution of a token instead of the token.
+DISTILS = """
+"cross_entropy", "layout:serving", => "distils", "layout:serving",
+init_linears(module) => vars(module).update(capped=target.capped), init_linears(module)
+functional.cross_entropy(logits_RV, labels_R, => functional.cross_entropy(logits_RV, self.taught(batch, k),
+ChainDraft.taught(batch, k):
+    state_BTH = batch.features["last_hidden"][:, k:-1].to(self.compute_dtype)
+    return self.capped(state_BTH @ self.head.T).softmax(-1).flatten(0, 1)
+"""
+WITH = "test_training_minimises_the_cross_entropy_with_the_targets_distribution"
+DISTILLING = f"""
+== distils: passes {WITH}
+== sees_one_future_row: test_the_loss_reads_nothing_that_comes_after_what_it_predicts: sees the future
+state_BTH = self.enter(batch.features) => state_BTH = self.enter(batch.features).roll(-1, 1)
+== distils_from_logits_without_a_cap: {WITH}: the soft cap of the target's logits is forgotten
+module).update(capped=target.capped) => module).update(capped=lambda logits: 2 * logits)
+"""
+
+MUTANTS = Mutants(
+    AlgorithmSuite,
+    RIGHT,
+    {
+        **wrong(WRONG),
+        **{
+            name: replace(mutant, change=DISTILS.strip("\n") + "\n" + mutant.change)
+            for name, mutant in wrong(DISTILLING).items()
+        },
+    },
+    BODY,
+)

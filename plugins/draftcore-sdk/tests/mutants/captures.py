@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from draftcore.contracts.capture import BadRows, CapturedBatch
 from draftcore.errors import UsageError
 from draftcore_hf.capture import LocalCapture
 
@@ -47,6 +48,48 @@ Capture.features(batches):
         yield replace(one, features=one.features[::-1])
 == sorts_batches: test_batches_and_rows_keep_their_order
 Capture.features(batches): return super().features(sorted(batches, key=lambda batch: batch.index))
+== cuts_rows_at_512: test_features_are_those_asked_and_as_long_as_their_tokens[every layer]
+Capture(Changing).change(f): return {name: value[:512] for name, value in f.items()}
+== pads_rows_beyond_512: test_features_are_the_ones_of_their_name[hidden.1]
+Capture(Changing).change(f):
+    zeros = lambda v: torch.cat([v[:512], torch.zeros_like(v[512:])])
+    return {name: zeros(value) for name, value in f.items()}
+== trains_the_target: test_the_target_runs_in_eval_mode_without_gradients_and_is_left_so
+Capture.features(batches):
+    self.model.model.train()
+    return super().features(batches)
+== follows_gradients: test_the_target_runs_in_eval_mode_without_gradients_and_is_left_so
+Capture.features(batches):
+    run, decoder = self.runner.features, self.model
+    for batch in batches:
+        tokens = torch.tensor(batch.token_ids[:1])
+        decoder.decoder(input_ids=tokens)
+        yield from super().features([batch])
+== gives_zeros_for_errors: test_an_error_of_the_target_is_one_that_may_be_tried_again
+Capture.features(batches):
+    for batch in batches:
+        try:
+            yield from super().features([batch])
+        except LookupError:
+            width, names = 32, self.request.names
+            rows = [{n: torch.zeros(len(t), width) for n in names} for t in batch.token_ids]
+            yield CapturedBatch(batch, tuple(rows))
+== calls_errors_bad_rows: test_an_error_of_the_target_is_one_that_may_be_tried_again
+Capture.features(batches):
+    for batch in batches:
+        try:
+            yield from super().features([batch])
+        except LookupError as error:
+            raise BadRows(dict.fromkeys(range(len(batch.rows)), str(error))) from error
+== checks_nothing_when_it_opens: test_a_target_that_it_would_misread_is_refused_when_it_is_opened
+Capture.__init__(target, request):
+    target.require_layers(request)
+    self.model, self.request, self.images = target.load_model(), request, None
+    self.runner = target.prefill_with(self.model)
+== sets_the_default_dtype: test_capturing_changes_nothing_that_training_reads
+Capture.__init__(target, request):
+    super().__init__(target, request)
+    torch.set_default_dtype(torch.float64)
 == leaves_a_hook: test_capturing_leaves_the_targets_logits_unchanged
 Capture.__init__(target, request):
     super().__init__(target, request)

@@ -14,7 +14,7 @@ OPTIONS = "{name}.options:Options"
 
 @hookimpl
 def describe():
-    return [Offer("store", "{name}", frozenset({"durable", "layout:serving"}), OPTIONS)]
+    return [Offer("store", "{name}", frozenset({"durable", "x-fast"}), OPTIONS)]
 
 @hookimpl
 def feature_store(name, uri): ...
@@ -87,10 +87,13 @@ import threading, time; threading.Thread(target=time.sleep, args=(5,), daemon=Tr
 @hookimpl
 def describe():
     return [Offer("algorithm", "one"), Offer("algorithm", "two")]
-== spells_a_capability: test_capabilities_are_words
+== spells_a_capability: test_capabilities_are_known_or_begin_with_x
 @hookimpl
 def describe():
     return [Offer("store", "{name}", frozenset("durable"))]
+== mistypes_a_capability: test_capabilities_are_known_or_begin_with_x
+-"x-fast"
++"sharde"
 == offers_one_thing_twice: test_every_offer_can_be_bound_alone
 @hookimpl
 def describe():

@@ -219,6 +219,14 @@ Store._require_open(): pass
 Store.__init__(folder, **options):
     super().__init__(folder, **options)
     self.uri = f"files://{self.folder}"
+== has_a_relative_uri: test_its_own_uri_opens_it_from_any_folder_whatever_its_path
+Store.__init__(folder, **options):
+    super().__init__(folder, **options)
+    self.uri = f"file:{os.path.relpath(self.folder)}"
+== has_a_uri_that_is_not_quoted: test_its_own_uri_opens_it_from_any_folder_whatever_its_path
+Store.__init__(folder, **options):
+    super().__init__(folder, **options)
+    self.uri = f"file:{self.folder}"
 == has_another_uri: test_two_processes_see_each_others_samples
 Store.__init__(folder, **options):
     super().__init__(folder, **options)
@@ -317,6 +325,16 @@ class Store(FileStore):
 
     def write_manifest(self, data):
         self.manifest = data
+== reads_the_manifest_that_it_wrote: test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples
+class Store(FileStore):
+    written = None
+
+    def read_manifest(self):
+        return self.written or super().read_manifest()
+
+    def write_manifest(self, data):
+        self.written = data
+        super().write_manifest(data)
 == merges_the_manifest: test_the_manifest_is_replaced_as_a_whole_and_outlives_the_samples
 Store.write_manifest(data): super().write_manifest({**(self.read_manifest() or {}), **data})
 == writes_under_its_name: test_a_killed_put_is_there_as_a_whole_or_not_at_all[time]

@@ -1,10 +1,10 @@
-"""Check once per target, with a short prompt, that sglang captures the features that were asked for.
+"""Check once per target, with a short prompt, that an engine captures the features that were asked for.
 
 First, the last hidden state times the target's head, scaled and capped as the target's config says, has
-to give sglang's own prediction, or a draft would learn another distribution than the server samples
-from. Second, layers and last hidden state have to be those that transformers
-computes. That needs the target in memory a second time, so transformers computes them before sglang
-starts, if the weights fit on the device.
+to give the engine's own prediction, or a draft would learn another distribution than it samples
+from. Second, layers and last hidden state have to be those that transformers computes. That needs the
+target in memory a second time, so transformers computes them before the engine starts, if the weights
+fit on the device.
 
 Shape letters: T tokens, H width, V vocabulary.
 """
@@ -41,7 +41,11 @@ def prompt_of(target: TargetSpec) -> list[int]:
 
 
 def reference(
-    target: TargetSpec, request: FeatureRequest, prompt: Sequence[int], made: Any = None
+    target: TargetSpec,
+    request: FeatureRequest,
+    prompt: Sequence[int],
+    engine: str,
+    made: Any = None,
 ) -> dict[str, Tensor] | None:
     """Return transformers' features [T, H] of a prompt, on the CPU; None where it does not fit.
 
@@ -49,7 +53,7 @@ def reference(
     """
     if not fits(target):
         warnings.warn(
-            f"target {target.path!r} does not fit into memory beside sglang's: its layers are not "
+            f"target {target.path!r} does not fit into memory beside {engine}'s: its layers are not "
             "compared with transformers'\n  capture.options.self_test=false says so without a warning",
             stacklevel=2,
         )
@@ -63,7 +67,7 @@ def reference(
         forward: Any = getattr(model, "forward_images", None)  # of a target of transformers'
         if forward is None:
             raise UsageError(
-                f"target {target.path!r} cannot be asked for features of images, to compare sglang's with\n"
+                f"target {target.path!r} cannot be asked for features of images, to compare {engine}'s with\n"
                 "  set capture.options.self_test=false"
             )
         taken = forward(copy.copy(made), own)
@@ -88,7 +92,11 @@ def fits(target: TargetSpec) -> bool:
 
 
 def require_same(
-    target: TargetSpec, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], of: str = ""
+    target: TargetSpec,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    engine: str,
+    of: str = "",
 ) -> None:
     """Raise UsageError for a feature that is not transformers'; `of` says of what, if not of text."""
     for name, expected_TH in expected.items():
@@ -97,7 +105,7 @@ def require_same(
         gap, bound = float(gap_T.mean()), BOUNDS[target.dtype]
         if not gap <= bound:
             raise UsageError(
-                f"{name} {of}of {target.path!r} as sglang computes it differs from transformers' by "
+                f"{name} {of}of {target.path!r} as {engine} computes it differs from transformers' by "
                 f"{gap:.2g} of its length\n  (bound {bound:.2g} in {target.dtype}): another state, or "
                 "other weights, for example quantised ones\n"
                 "  capture with capture.name=hf, or, where they are meant to differ, set "
@@ -109,8 +117,8 @@ def require_own_head(
     target: TargetSpec,
     hidden_H: Tensor,
     theirs_K: Tensor,
+    who: str,
     tokens: slice | list[int] = slice(None),
-    who: str = "sglang",
 ) -> None:
     """Raise UsageError unless last hidden x head gives the log-probabilities that were computed there.
 

@@ -1,0 +1,1 @@
+"""What a draft gains on a running server: acceptance, tokens per second, speed-up."""
