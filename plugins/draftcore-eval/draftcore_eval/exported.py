@@ -30,6 +30,6 @@ def served_as(export: Path, engine: str, option: str) -> str:
         if server == engine and ":" not in found:
             return found
     raise UsageError(
-        f"{engine} does not serve a draft of {one_line(name)}: its algorithm has no capability "
+        f"{engine} does not serve a draft of {one_line(name)!r}: its algorithm has no capability "
         f"`{engine}:NAME`\n  serve it by another engine, or set --option {option}=NAME"
     )

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from draftcore_eval.engines import Answer, Serving
+from draftcore_eval.exported import served_as
 
-from draftcore import load_plugins
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore.files import EXPORT, read_sealed, regular
+from draftcore.files import regular
 from draftcore_vllm.internals import counted, deviates, drafting, require_ascending
 from draftcore_vllm.options import EngineOptions
 from draftcore_vllm.server import Server, StartedServer
@@ -96,7 +96,7 @@ def arguments(serving: Serving, options: EngineOptions) -> dict[str, Any]:
         return ours
     folder(serving.export, "the draft")
     require_ascending(config_of(serving.export), serving.export)
-    method = options.method or method_of(serving.export)
+    method = options.method or served_as(serving.export, "vllm", "method")
     return ours | drafting(serving.export, method, serving.num_drafts)
 
 
@@ -113,27 +113,3 @@ def folder(path: Path, what: str) -> Path:
 
 def config_of(export: Path) -> Any:
     return json.loads(regular(export / "config.json").read_text(encoding="utf-8"))
-
-
-def method_of(export: Path) -> str:
-    """Return by what name vLLM knows an export: as its algorithm says by the capability `vllm:NAME`.
-
-    Raises UsageError for a draft that it does not know, or that says nothing of itself.
-    """
-    try:
-        algorithm = read_sealed(export / EXPORT)["algorithm"]
-    except (OSError, ValueError, KeyError):
-        raise UsageError(
-            f"{export} does not say what kind of draft it holds: {EXPORT} is not there, or was altered\n"
-            "  set --option method=NAME: eagle3, dflash"
-        ) from None
-    name = algorithm["name"]
-    offers = load_plugins().find("algorithm", name, algorithm["plugin"]).offers
-    known = (o.capabilities for o in offers if (o.kind, o.name) == ("algorithm", name))
-    for word in sorted(frozenset[str]().union(*known)):
-        if word.startswith("vllm:"):
-            return word.removeprefix("vllm:")
-    raise UsageError(
-        f"vLLM does not serve a draft of {name!r}: its algorithm names no `vllm:METHOD`\n"
-        "  serve it by another engine, or set --option method=NAME"
-    )
