@@ -1,7 +1,8 @@
-"""Give sglang's EAGLE its own Triton kernels for trees, which it takes on Intel's GPUs alone.
+"""What sglang 0.5.23 has no place for in a platform: trees of EAGLE, and transfers without pinned memory.
 
-On an out-of-tree platform sglang 0.5.23 has no place for these two functions, and refuses by name where
-it comes to them. Triton's interpreter runs them on a CPU (TRITON_INTERPRET=1).
+Two functions for trees are refused by name where an out-of-tree platform comes to them. sglang has
+Triton kernels of its own for both, which it takes on Intel's GPUs alone; Triton's interpreter runs
+them on a CPU (TRITON_INTERPRET=1).
 """
 
 from typing import Any
