@@ -116,7 +116,7 @@ def test_all_that_moved_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         require_sglang({**wanted, "json:gone": "", "no_such_module:f": ""})
     more, order, gone, module = map(str.strip, str(caught.value).splitlines()[1:-1])
     assert more == "draftcore.errors:nearest(name, known), where (name) was tested"
-    assert order == "draftcore.errors:closest(name, known), where (known, name) was tested"
+    assert order == "draftcore.errors:closest(name, known, alike), where (known, name) was tested"
     assert [gone.split()[0], module.split()[0]] == ["json:gone:", "no_such_module:f:"]
 
 
