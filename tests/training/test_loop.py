@@ -121,7 +121,7 @@ def test_a_loss_is_one_ratio_or_several_terms_and_one_term_is_a_ratio(new_run: N
     assert replace(terms, counts={"x": (one, two)}).terms == terms.terms
     with pytest.raises(AttributeError, match=r"has 2 terms: read output\.terms"):
         _ = terms.numerator
-    either = r"either StepOutput\(numerator, .* or StepOutput\(terms="
+    either = r"StepOutput\(numerator, .* or StepOutput\(terms="
     for wrong in ({}, {"numerator": one}, {"numerator": one, "terms": terms.terms}):
         with pytest.raises(TypeError, match=either):
             StepOutput(**wrong)

@@ -53,7 +53,7 @@ def test_a_run_beyond_what_is_asked_says_where_it_stands(verb: Verb, tmp_path: P
     """Also one of several drafts, while another is trained up to there."""
     two = ["algorithm=null", *(f"drafts.{label}.algorithm.name=usecount" for label in "ab")]
     verb("train", *two)
-    assert verb("train", *two, "train.max_steps=2").splitlines() == [
+    assert verb("train", *two, "train.max_steps=2").splitlines()[1:] == [
         f"already trained: 4 steps in {tmp_path}/of/run/{label}" for label in "ab"
     ]
     (tmp_path / "of/run/b/checkpoints").rename(tmp_path / "elsewhere")

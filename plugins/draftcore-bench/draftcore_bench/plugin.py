@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from draftcore_data.plugin import Number
 
 from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
@@ -41,17 +42,17 @@ SETS |= dict.fromkeys(("gsm8k", "humaneval", "math-500", "mt-bench"), "hub")
 )  # fmt: skip
 @click.option("--repeats", type=AT_LEAST_1, default=3, help="Rounds of all prompts, each side.")
 @click.option("--max-tokens", type=AT_LEAST_1, default=256, help="Longest answer.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0)
+@click.option("--temperature", type=Number(0), default=0.0)
 @click.option("--model", help="The model's name at the servers; if they have one, that.")
 @click.option("--key-env", default=api.KEY, help="The variable that holds the servers' API key.")
 @click.option("--out", type=FOLDER, help="Folder for bench.json and bench.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def bench(ctx: click.Context, /, url: str, as_json: bool, **options: Any) -> None:
-    """Measure what a draft gains on a running server: sglang, vLLM, llama.cpp.
+    """Measure what a draft gains on a running server.
 
-    The server is asked with 1, 2, ... 64 requests at once, in turn with the one of --plain. The exit status
-    is 1 where requests failed; what was measured is printed, after Ctrl-C, too.
+    The server (sglang, vLLM, llama.cpp) is asked with 1, 2, ... 64 requests at once, in turn with the one
+    of --plain. The exit status is 1 where requests failed; what was measured is printed, after Ctrl-C, too.
     """
     from draftcore_bench.report import lines
 

@@ -66,11 +66,11 @@ def verb(
 def served(
     ctx: click.Context, /, config: Path, overrides: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
-    """Decode the eval prompts on an engine, and compare it with the trained draft.
+    """Decode the eval prompts on an engine, and compare rounds.
 
-    Outputs and rounds are compared with those of our own decoder, prompt by prompt. Where they differ, the
-    first token is shown at which they do, and the known mistake that gives the engine's rounds; then the
-    exit status is 1.
+    Outputs and rounds are compared with those of our own decoder of the trained draft, prompt by prompt.
+    Where they differ, the first token is shown at which they do, and the known mistake that gives the
+    engine's rounds; then the exit status is 1.
     """
     say = (lambda line: None) if as_json else click.echo
     found = api.served(config, *overrides, registry=ctx.obj, say=say, **options)

@@ -29,7 +29,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--tokenizer", type=FILE, help="Take the tokenizer of this GGUF file of the target.")
 @click.pass_obj
 def verb(registry: Any, /, config: Path, overrides: tuple[str, ...], **options: Any) -> None:
-    """Write the exported draft as a GGUF file, which llama.cpp serves.
+    """Write an exported draft as GGUF, which llama.cpp serves.
 
     What llama.cpp would serve otherwise than it was trained is refused. A small Qwen3 target is written
     as well; llama.cpp has a converter for others.
