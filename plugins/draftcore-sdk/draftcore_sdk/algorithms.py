@@ -932,7 +932,7 @@ def contents(fields: Mapping[str, Any]) -> dict[str, Tensor]:
 class Elsewhere(TorchFunctionMode):
     """Puts what is made without a device on one without numbers, but for scalars, which go anywhere."""
 
-    MAKERS = _device_constructors()  # type: ignore[no-untyped-call]
+    MAKERS = _device_constructors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs := kwargs or {}))
