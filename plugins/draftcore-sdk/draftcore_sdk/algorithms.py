@@ -39,11 +39,10 @@ from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, SampleId, StepContext
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.causality import Causality
 from draftcore_sdk.drafting import Drafting, Told
 from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
-from draftcore_sdk.memory import watched_bytes
+from draftcore_sdk.memory import of_the_process, watched_bytes
 from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
 from draftcore_sdk.project import Project
 from draftcore_sdk.suite import Suite, bound, offer_of, once, slow

@@ -13,7 +13,6 @@ Shape letters: T tokens, H width, K logits, V vocabulary.
 
 import copy
 import functools
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from draftcore_hf.decoder import decoder_model
@@ -39,7 +37,7 @@ from draftcore.contracts.capture import (
 )
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_sdk.memory import CYCLES, differing, watched_bytes
+from draftcore_sdk.memory import CYCLES, differing, of_the_process, watched_bytes
 from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
@@ -344,20 +342,6 @@ def batch(
     members = [list(row) for row in members or [ALL_ROWS[number] for number in numbers]]
     rows = tuple(rows or numbers or range(len(members)))
     return CaptureBatch(index, rows, tuple(f"sample-{row}" for row in rows), tuple(members))
-
-
-def of_the_process() -> dict[str, Any]:
-    """What training reads that belongs to no thread: random states, and how numbers are computed."""
-    return {
-        "torch's random state": torch.get_rng_state().tolist(),
-        "Python's random state": random.getstate(),
-        "numpy's random state": str(np.random.get_state()),
-        "default dtype": torch.get_default_dtype(),
-        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32 products": torch.get_float32_matmul_precision(),
-    }
 
 
 class Watch:
