@@ -42,12 +42,11 @@ from torch.utils._device import _device_constructors
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, SampleId, StepContext
 from draftcore.errors import DraftcoreError, UsageError
-from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.causality import Causality, learning
 from draftcore_sdk.check import variants
 from draftcore_sdk.drafting import LENGTHS, Drafting, Told
 from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
-from draftcore_sdk.memory import watched_bytes
+from draftcore_sdk.memory import of_the_process, watched_bytes
 from draftcore_sdk.prefilled import (
     ABORTED,
     SHAPE,

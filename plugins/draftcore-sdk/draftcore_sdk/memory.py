@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,3 +44,17 @@ def differing(found: Tensor, right: Tensor) -> str:
         return " where it should be ".join(kinds)
     at = (found != right).nonzero()
     return f"{len(at)} of {right.numel()} values differ, first at {at[0].tolist()}"
+
+
+def of_the_process() -> dict[str, Any]:
+    """What training reads that belongs to no thread: random states, and how numbers are computed."""
+    return {
+        "torch's random state": torch.get_rng_state().tolist(),
+        "Python's random state": random.getstate(),
+        "numpy's random state": str(np.random.get_state()),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": torch.get_float32_matmul_precision(),
+    }

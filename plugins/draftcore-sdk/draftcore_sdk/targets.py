@@ -7,19 +7,24 @@ suite. Shape letters: B batch, T tokens, H width, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetModel, TargetSpec
-from draftcore.errors import UsageError
-from draftcore_sdk.suite import Suite, opened
+from draftcore.errors import DraftcoreError, UsageError
+from draftcore_sdk.check import variants
+from draftcore_sdk.memory import of_the_process
+from draftcore_sdk.suite import Suite, offer_of, opened
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -186,8 +191,9 @@ def conversations(file: Path, answers: Sequence[str] | int) -> Path:
 # ---------------------------------------------------------------- what every target must do
 
 Rows = Sequence[Sequence[int]]
-ROWS = ([5, 6, 7, 8, 9], list(range(40, 60)), [9, 9, 9, 9, 1, 2], [11, 12, 11, 13, 11, 14, 15])
+ROWS = ([5, 6, 7, 8, 9], list(range(40, 60)), [9, 9, 9, 9, 1, 2])
 NEW = 12  # tokens that are generated
+LONG = 2200  # beyond what tables of positions often hold
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; a mistake is far more.
 ROUNDING = 1e-4
 
@@ -204,11 +210,13 @@ class TargetSuite(Suite):
 
     def target_options(self, folder: Path, seed: int) -> Mapping[str, Any]:
         """Write a small target of this seed's weights, of three layers or more; return what opens it."""
-        tiny_target(folder, "llama", seed=seed, std=0.5)
+        sizes: Any = {"num_hidden_layers": 4, "max_position_embeddings": 2 * LONG}
+        file = tiny_target(folder, "llama", seed=seed, std=0.5, **sizes) / "generation_config.json"
+        edit(file, eos_token_id=[257, 255])  # of which config.json knows one
         return {"path": str(folder), "device": "cpu"}
 
-    def opened_with(self, options: Mapping[str, Any]) -> TargetSpec:
-        given = {**options, **self.options}
+    def opened_with(self, options: Mapping[str, Any], **varied: Any) -> TargetSpec:
+        given = {**options, **self.options, **varied}
         try:
             found: TargetSpec = opened(self.plugin, "target", self.name, given)
         except UsageError as error:
@@ -251,6 +259,29 @@ class TargetSuite(Suite):
         first, same, other = (self.opened_with(options).fingerprint() for options in targets)
         assert first == same, "the same weights at another place have another fingerprint"
         assert first == self.opened_with(targets[0]).fingerprint() != other
+        for rank in (2, 1):  # a matrix and a norm of a layer, as little as a weight can change
+            if name := change_weight(tmp_path / "1", self.weights, rank):
+                changed = self.opened_with(targets[1]).fingerprint()
+                assert changed not in (same, other), f"with another {name} it is the same target"
+                same = changed
+
+    def test_options_that_change_features_are_in_what_these_are_known_by(
+        self, target: TargetSpec, model: TargetModel, tmp_path: Path
+    ) -> None:
+        """Features of one run are another's where fingerprint, dtype and `settings` are the same."""
+        request = FeatureRequest(tuple(range(target.num_layers)), True, "float32")
+        for name, value in variants(offer_of(self.plugin, "target", self.name)):
+            try:
+                other = self.opened_with(self.target_options(tmp_path / "1", 0), **{name: value})
+                if known_by(other) != known_by(target):
+                    continue
+                changed = read(other.load_model(), request)
+            except UsageError:  # a value that this host, or this target, is not for
+                continue
+            for features, others in zip(read(model, request), changed, strict=True):
+                for feature, right in features.items():
+                    told = f"{name}={value} changes {feature} and is not in `settings`"
+                    require_near(others[feature], right, 0, told)
 
     def test_what_it_does_not_have_is_refused(self, target: TargetSpec) -> None:
         for layer in (target.num_layers, -1):
@@ -259,7 +290,13 @@ class TargetSuite(Suite):
         with pytest.raises(UsageError, match=str(target.vocab_size)):
             target.require_layers(FeatureRequest((), True, "float32", target.vocab_size + 1))
 
-    def test_embedding_and_head_are_as_wide_as_its_states(self, target: TargetSpec) -> None:
+    def test_embedding_and_head_are_as_wide_as_its_states(
+        self, target: TargetSpec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are read without the model: where a draft trains, there may be no room for it."""
+        monkeypatch.setattr(
+            type(target), "load_model", fails("embedding and head load the whole target")
+        )
         shape = (target.vocab_size, target.text_config.hidden_size)
         for tensor in (target.embedding(), target.head()):
             assert tuple(tensor.shape) == shape, f"{(*tensor.shape,)} is not [V, H], {shape}"
@@ -270,42 +307,99 @@ class TargetSuite(Suite):
     # ------------------------------------------------------------ features
 
     def test_the_last_state_times_the_head_gives_its_own_logits(
-        self, target: TargetSpec, model: TargetModel
+        self,
+        target: TargetSpec,
+        model: TargetModel,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Scaled and capped as it says, or a draft would learn another distribution."""
         model.check()
-        hidden_TH = read(model, FeatureRequest((), True, "float32"))[1]["last_hidden"]
-        head_VH = target.head().to(hidden_TH)
-        require_near(model.logits(hidden_TH.to(model.dtype)), target.capped(hidden_TH @ head_VH.T))
+        require_own_logits(target, model)
+        if type(self).target_options is TargetSuite.target_options:
+            options = self.target_options(tmp_path / "capped", 0)
+            edit(tmp_path / "capped/config.json", final_logit_softcapping=3.0, logit_scale=0.5)
+            with suppress(UsageError):  # refused is as right
+                capped = self.opened_with(options)
+                capped.load_model().check()
+                require_own_logits(capped, capped.load_model())
+        wrong_VH = target.head().roll(1, 0)
+        monkeypatch.setattr(type(target), "head", lambda _: wrong_VH)
+        with suppress(DraftcoreError):
+            model.check()
+            pytest.fail("`check` passes another head than the model's own")
 
     def test_features_are_those_asked_for(self, target: TargetSpec, model: TargetModel) -> None:
         everything = FeatureRequest((0, target.num_layers - 1), True, "bfloat16", 5, True)
         specs = everything.feature_specs(target.text_config.hidden_size)
         logits = read(model, FeatureRequest((), True, "float32"))
-        for row, features, wide in zip(ROWS, read(model, everything), logits, strict=True):
+        rows, last = rows_of(model), f"hidden.{target.num_layers - 1}"
+        for row, features, wide in zip(rows, read(model, everything), logits, strict=True):
             forms = {name: (*value.shape, value.dtype) for name, value in features.items()}
             right = {n: (len(row), size, getattr(torch, t)) for n, (size, t) in specs.items()}
             assert forms == right
             assert not any(value.requires_grad for value in features.values())
             best_TK = model.logits(wide["last_hidden"].to(model.dtype)).float().topk(5).values
             require_near(features["topk_logits"], best_TK, 1e-2)
+            same = torch.allclose(features[last].float(), wide["last_hidden"], rtol=0.02, atol=0.02)
+            assert not same, f"{last} is behind the final norm, as last_hidden is, not before it"
 
     def test_a_row_does_not_depend_on_what_is_beside_and_behind_it(
         self, target: TargetSpec, model: TargetModel
     ) -> None:
-        request = FeatureRequest(tuple(range(target.num_layers)), True, "float32")
-        together, padded = read(model, request), read(model, request, padding=3)
-        for row, features, same in zip(ROWS, together, padded, strict=True):
+        request, rows = (
+            FeatureRequest(tuple(range(target.num_layers)), True, "float32"),
+            rows_of(model),
+        )
+        together = read(model, request)
+        kept = [{name: value.clone() for name, value in row.items()} for row in together]
+        read(model, request, [row[::-1] for row in rows])
+        for features, before in zip(together, kept, strict=True):
+            for name, value in features.items():
+                told = f"{name} of a batch changes when the next is read: its memory is used again"
+                require_near(value, before[name], 0, told)
+        padded = read(model, request, padding=3)
+        for row, features, same in zip(rows, kept, padded, strict=True):
             (alone,) = read(model, request, [row])
             for name in request.names:
                 require_near(features[name], alone[name])
                 require_near(same[name], alone[name])
 
+    def test_the_order_of_tokens_counts_as_far_as_rows_go(
+        self, target: TargetSpec, model: TargetModel
+    ) -> None:
+        """In the first layer, by what other layers know; also beyond 2048, if its config says so."""
+        longest, request = (
+            target.text_config.max_position_embeddings,
+            FeatureRequest((0,), False, "float32"),
+        )
+        for length in (100, LONG):
+            row = [at % (target.vocab_size // 2) for at in range(min(length, longest))]
+            other = [*row[:-60], *row[-60:-30][::-1], *row[-30:]]
+            one, two = (x["hidden.0"][-30:] for x in read(model, request, [row, other]))
+            if float((one - two).abs().max()) < 100 * ROUNDING * float(one.abs().max()):
+                assert length == 100, (
+                    f"{len(row)} tokens are read as if the last 60 had one position"
+                )
+                pytest.skip("its first layer knows no order")
+
     # ------------------------------------------------------------ decoding
 
-    def test_it_continues_by_the_best_token_of_its_own_forward(self, model: TargetModel) -> None:
-        continued = generated(model, ROWS)
-        for row, tokens in zip(ROWS, continued, strict=True):
+    def test_it_continues_by_the_best_token_of_its_own_forward(
+        self, target: TargetSpec, model: TargetModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Up to an end token behind the prompt; by what is not `forward`, which is compared with it."""
+        if (file := Path(target.path) / "generation_config.json").exists():
+            ends = json.loads(file.read_text()).get("eos_token_id") or []
+            ends = {ends} if isinstance(ends, int) else {*ends}
+            assert ends <= model.end_tokens, f"generation_config.json ends at {ends}, it does not"
+        with monkeypatch.context() as broken:
+            for name in ("forward", "allocate"):
+                alone = fails(f"`generate` uses `{name}`: what is wrong in one is in the other")
+                broken.setattr(type(model), name, alone, raising=False)
+            continued = generated(model, rows_of(model))
+        for row, tokens in zip(rows_of(model), continued, strict=True):
+            assert tokens, f"nothing follows {row}, whose end tokens are those of earlier turns"
             ended = tokens[-1] in model.end_tokens
             assert len(tokens) == NEW or ended, f"{len(tokens)} of {NEW} tokens without an end"
             assert not model.end_tokens & set(tokens[:-1]), "it goes on behind an end token"
@@ -319,38 +413,113 @@ class TargetSuite(Suite):
     def test_the_gap_is_between_its_two_best_tokens(self, model: TargetModel) -> None:
         generated(model, ROWS[:1])
         found = read(model, FeatureRequest((), True, "float32"))
-        for row, features in zip(ROWS, found, strict=True):
+        for row, features in zip(rows_of(model), found, strict=True):
             logits_V = model.logits(features["last_hidden"][-1].to(model.dtype)).double()
             best, second = logits_V.topk(2).values
             assert model.top2_gap(row) == pytest.approx(float(best - second), abs=1e-2)
 
+    def test_in_bf16_its_gap_is_as_exact_and_the_process_as_it_was(self, tmp_path: Path) -> None:
+        """Of weights that bf16 holds: near ties, of which the gap is asked, are rounding in bf16."""
+        options = self.target_options(tmp_path / "target", 0)
+        for file in (tmp_path / "target").rglob("*.safetensors"):
+            tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
+            save_file(tensors, file, {"format": "pt"})
+        try:
+            half, full = (self.opened_with(options, dtype=x) for x in ("bfloat16", "float32"))
+        except UsageError as error:
+            pytest.skip(f"it computes in no other dtype: {error}")
+        before = of_the_process()
+        try:
+            model = half.load_model()
+            read(model, FeatureRequest((), True, "bfloat16"))
+            changed = [name for name, value in of_the_process().items() if value != before[name]]
+        finally:
+            torch.set_default_dtype(before["default dtype"])
+            torch.set_num_threads(before["threads"])
+        assert not changed, f"loading it changes of the whole process: {', '.join(changed)}"
+        for ours, theirs in ((half.embedding(), full.embedding()), (half.head(), full.head())):
+            assert ours.dtype == theirs.dtype, f"embedding and head are {ours.dtype}, not as stored"
+        generated(model, ROWS[:1])
+        for row in rows_of(model):
+            gap, right = model.top2_gap(row), full.load_model().top2_gap(row)
+            told = f"the gap {gap:.4f} of bf16 weights is {right:.4f}: compute it in a wider type"
+            assert gap == pytest.approx(right, abs=1e-3), told
+
     def test_a_cached_forward_gives_what_a_whole_one_does(self, model: TargetModel) -> None:
         """From other places in each row."""
-        decoding = Decoding(model, [row[:-3] for row in ROWS])
-        decoding.require([row[-3:] for row in ROWS])
+        decoding = Decoding(model, [row[:-3] for row in rows_of(model)])
+        decoding.require([row[-3:] for row in rows_of(model)])
 
     def test_tokens_that_are_taken_back_leave_no_trace(self, model: TargetModel) -> None:
-        decoding = Decoding(model, [row[:-3] for row in ROWS])
-        decoding.read([[77, 78, 79, 80]] * len(ROWS))
-        decoding.read([row[-3:-1] for row in ROWS])
-        decoding.rows, decoding.lengths_B = [row[:-1] for row in ROWS], decoding.lengths_B + 2
-        decoding.require([row[-1:] for row in ROWS])
+        decoding = Decoding(model, [row[:-3] for row in rows_of(model)])
+        decoding.read([[77, 78, 79, 80]] * len(rows_of(model)))
+        decoding.read([row[-3:-1] for row in rows_of(model)])
+        decoding.rows, decoding.lengths_B = (
+            [row[:-1] for row in rows_of(model)],
+            decoding.lengths_B + 2,
+        )
+        decoding.require([row[-1:] for row in rows_of(model)])
 
     def test_a_token_of_a_tree_sees_those_before_it_alone(self, model: TargetModel) -> None:
         """Of a root with two that follow it, and one that follows the first of these."""
-        decoding = Decoding(model, [row[:-1] for row in ROWS])
+        decoding = Decoding(model, [row[:-1] for row in rows_of(model)])
         paths = ([0], [0, 1], [0, 2], [0, 1, 3])
         seen_TT = torch.tensor([[at in path for at in range(4)] for path in paths])
-        tree = [[row[-1], 21, 22, 23] for row in ROWS]
+        tree = [[row[-1], 21, 22, 23] for row in rows_of(model)]
         try:
-            found = decoding.read(tree, seen_TT.expand(len(ROWS), -1, -1).contiguous())
+            found = decoding.read(tree, seen_TT.expand(len(rows_of(model)), -1, -1).contiguous())
         except UsageError as error:
             pytest.skip(str(error))
         for number, nodes in enumerate(tree):
             for node, path in enumerate(paths):
-                row = [*ROWS[number][:-1], *(nodes[at] for at in path)]
-                (alone,) = read(model, decoding.request, [row])
+                row = [*rows_of(model)[number][:-1], *(nodes[at] for at in path)]
+                (alone,) = read(model, decoding.whole, [row])
                 require_near(found["last_hidden"][number, node], alone["last_hidden"][-1])
+
+
+def rows_of(model: TargetModel) -> Rows:
+    """Return rows, the last of which has end tokens within, as a chat has behind each turn."""
+    return (*ROWS, [11, 12, *sorted(model.end_tokens)[:2], 13, 11, 14, 15])
+
+
+def known_by(target: TargetSpec) -> tuple[Any, ...]:
+    return target.fingerprint(), target.dtype, dict(target.settings)
+
+
+def edit(file: Path, **values: Any) -> None:
+    """Set values of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def change_weight(folder: Path, weights: str, rank: int) -> str:
+    """Change one number of the smallest tensor of a rank in safetensors files; return its name."""
+    for file in folder.rglob(weights if weights.endswith(".safetensors") else "*.safetensors"):
+        tensors = load_file(file)
+        sizes: dict[int, str] = {
+            tensor.numel(): name for name, tensor in tensors.items() if tensor.ndim == rank
+        }
+        if sizes:
+            name = sizes[min(sizes)]
+            tensors[name].view(-1)[-1] += 1
+            save_file(tensors, file, {"format": "pt"})
+            return name
+    return ""
+
+
+def fails(told: str) -> Callable[..., Any]:
+    """Return what may not be called."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        pytest.fail(told)
+
+    return call
+
+
+def require_own_logits(target: TargetSpec, model: TargetModel) -> None:
+    hidden_TH = read(model, FeatureRequest((), True, "float32"))[1]["last_hidden"]
+    right = target.capped(hidden_TH @ target.head().to(hidden_TH).T)
+    told = "its logits are not last hidden x head, scaled by `logit_scale` and capped"
+    require_near(model.logits(hidden_TH.to(model.dtype)), right, ROUNDING, told)
 
 
 def right_padded(rows: Rows, padding: int = 0) -> tuple[Tensor, Tensor]:
@@ -360,9 +529,10 @@ def right_padded(rows: Rows, padding: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def read(
-    model: TargetModel, request: FeatureRequest, rows: Rows = ROWS, padding: int = 0
+    model: TargetModel, request: FeatureRequest, rows: Rows | None = None, padding: int = 0
 ) -> list[dict[str, Tensor]]:
     """Return each row's features, of a batch."""
+    rows = rows_of(model) if rows is None else rows
     found = model.features(*right_padded(rows, padding), request)
     return [{n: v[at, : len(row)] for n, v in found.items()} for at, row in enumerate(rows)]
 
@@ -374,18 +544,23 @@ def generated(model: TargetModel, rows: Rows) -> list[list[int]]:
         pytest.skip(f"it decodes nothing: {error}")
 
 
-def require_near(found: Tensor, right: Tensor, rounding: float = ROUNDING) -> None:
+def require_near(found: Tensor, right: Tensor, rounding: float = ROUNDING, told: str = "") -> None:
     bound = rounding * float(right.abs().max())
-    torch.testing.assert_close(found.to(right.dtype), right, rtol=0, atol=bound)
+    torch.testing.assert_close(
+        found.to(right.dtype), right, rtol=0, atol=bound, msg=lambda text: f"{told}\n{text}".strip()
+    )
 
 
 class Decoding:
     """Rows that a target reads on from a cache."""
 
-    request = FeatureRequest((1,), True, "float32")
+    whole = FeatureRequest((1,), True, "float32")
 
     def __init__(self, model: TargetModel, rows: Rows) -> None:
         self.model, self.rows = model, rows
+        # In which captured features are stored; what is read here is in the model's own dtype.
+        stored = "bfloat16" if model.dtype == torch.float32 else "float32"
+        self.request = replace(self.whole, dtype=stored)
         begun_BT, self.lengths_B = right_padded(rows)
         try:
             self.cache = model.allocate(len(rows), begun_BT.shape[1] + NEW)
@@ -398,11 +573,15 @@ class Decoding:
         """Read further tokens of each row, as many of each."""
         tokens_BT, span = torch.tensor(tokens), int(self.lengths_B.max()) + len(tokens[0])
         rest: Any = self.lengths_B, span, self.request, seen_BTT
-        return self.model.forward(self.cache, tokens_BT, *rest)
+        found = self.model.forward(self.cache, tokens_BT, *rest)
+        for name in self.request.names:
+            dtype, right = found[name].dtype, self.model.dtype
+            assert dtype == right, f"`forward` gives {name} in {dtype}, and the model's is {right}"
+        return found
 
     def require(self, tokens: Rows) -> None:
         """Require of further tokens what a forward of the whole rows gives."""
         found, whole = self.read(tokens), [[*a, *b] for a, b in zip(self.rows, tokens, strict=True)]
-        for row, right in enumerate(read(self.model, self.request, whole)):
+        for row, right in enumerate(read(self.model, self.whole, whole)):
             for name in self.request.names:
                 require_near(found[name][row], right[name][-len(tokens[row]) :])

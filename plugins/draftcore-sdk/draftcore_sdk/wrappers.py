@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from draftcore_sdk.algorithms import AlgorithmSuite
-from draftcore_sdk.captures import of_the_process
 from draftcore_sdk.check import WRAPPED
 from draftcore_sdk.internals import load_plugins
+from draftcore_sdk.memory import of_the_process
 from draftcore_sdk.project import SET_ASIDE, Project
 from draftcore_sdk.running import small_algorithm
 from draftcore_sdk.suite import Suite, bound, registry_of, slow

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -89,6 +90,8 @@ def save(model: TinyLM, folder: Path) -> None:
 
 def load(folder: Path) -> TinyLM:
     """Read what `save` wrote."""
-    model, weights = TinyLM(TinyConfig.read(folder)), load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    with torch.random.fork_rng(devices=[]):  # a run's random numbers do not depend on its target
+        model = TinyLM(TinyConfig.read(folder))
     model.load_state_dict(weights)
     return model

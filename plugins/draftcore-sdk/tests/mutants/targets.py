@@ -32,15 +32,29 @@ Target.__init__(*given, **options):
 Target.fingerprint(): return str(self.config.to_dict())
 == is_known_by_its_place: test_its_fingerprint_is_that_of_its_weights
 Target.fingerprint(): return super().fingerprint() + self.path
+== knows_embedding_and_head_alone: test_its_fingerprint_is_that_of_its_weights: same target
+Target.fingerprint(): return str([x.sum() for x in (self.embedding(), self.head())])
 == has_any_layer: test_what_it_does_not_have_is_refused
 Target.require_layers(request): pass
 == turns_its_embedding: test_embedding_and_head_are_as_wide_as_its_states
 Target.embedding(): return super().embedding().T
+== loads_all_for_its_embedding: test_embedding_and_head_are_as_wide_as_its_states: whole target
+Target.embedding(): return self.load_model().model.get_input_embeddings().weight
 == has_another_head: test_the_last_state_times_the_head_gives_its_own_logits
 Target.head(): return self.embedding()
 == hides_its_scale: test_the_last_state_times_the_head_gives_its_own_logits
 Model.check(): pass
 Model.logits(hidden): return super().logits(hidden) * 2
+== forgets_its_cap: test_the_last_state_times_the_head_gives_its_own_logits: capped
+Model.check(): pass
+Model.logits(hidden): return self.model.get_output_embeddings()(hidden)
+== checks_nothing: test_the_last_state_times_the_head_gives_its_own_logits: passes another head
+Model.check(): pass
+== norms_its_last_layer: test_features_are_those_asked_for: behind the final norm
+Model.run(*given, **inputs):
+    taken = super().run(*given, **inputs)
+    last = f"hidden.{self.spec.num_layers - 1}"
+    return taken | {last: taken["last_hidden"]} if last in taken else taken
 == gives_its_own_dtype: test_features_are_those_asked_for
 class Model(Model):
     @torch.inference_mode()
@@ -49,12 +63,69 @@ class Model(Model):
         return {name: found[name] for name in request.names}
 == sees_its_padding: test_a_row_does_not_depend_on_what_is_beside_and_behind_it
 Model.features(*given): return {n: x - x.mean(1, True) for n, x in super().features(*given).items()}
+== uses_its_memory_again: test_a_row_does_not_depend_on_what_is_beside_and_behind_it: memory
+class Model(Model):
+    kept = {}
+    def features(self, *given):
+        found = super().features(*given)
+        for name, x in found.items():
+            self.kept.setdefault((name, x.shape), torch.empty(x.shape)).copy_(x)
+        return {name: self.kept[name, x.shape] for name, x in found.items()}
+== takes_an_end_for_padding: test_a_cached_forward_gives_what_a_whole_one_does
+Model.run(*given, **inputs):
+    if "position_ids" not in inputs:
+        tokens_BT = inputs["input_ids"]
+        real_BT = torch.stack([tokens_BT != end for end in self.end_tokens]).all(0)
+        inputs["position_ids"] = (real_BT.cumsum(-1) - 1).clamp_min(0)
+    return super().run(*given, **inputs)
+== has_no_place_beyond_2048: test_the_order_of_tokens_counts_as_far_as_rows_go
+Model.run(*given, **inputs):
+    at_1T = torch.arange(inputs["input_ids"].shape[1])[None]
+    return super().run(*given, **{"position_ids": at_1T.clamp(max=2047), **inputs})
+== hides_an_option: test_options_that_change_features_are_in_what_these_are_known_by: long=True
+options="draftcore_hf.options:TargetOptions" => options="{name}:Options"
+from draftcore_hf.options import TargetOptions
+class Options(TargetOptions):
+    long: bool = False
+Target.__init__(*given, long=False, **options):
+    super().__init__(*given, **options)
+    self.long = long
+Model.features(*given):
+    return {name: x * (1 + self.spec.long) for name, x in super().features(*given).items()}
+== decodes_by_forward: test_it_continues_by_the_best_token_of_its_own_forward: uses
+Model.generate(*given):
+    self.allocate(1, 1)
+    return super().generate(*given)
+== answers_once: test_it_continues_by_the_best_token_of_its_own_forward: earlier turns
+Model.generate(prompts, limit):
+    new = super().generate(prompts, limit)
+    return [[] if self.end_tokens & {*row} else x for row, x in zip(prompts, new)]
+== ends_as_its_config_says: test_it_continues_by_the_best_token_of_its_own_forward: generation_config
+Model.__init__(*given):
+    super().__init__(*given)
+    self.end_tokens = frozenset([self.spec.config.eos_token_id])
 == draws_its_tokens: test_it_continues_by_the_best_token_of_its_own_forward
 Model.generate(prompts, limit): return [random.choices(range(250), k=limit) for _ in prompts]
 == says_less: test_it_continues_by_the_best_token_of_its_own_forward
 Model.generate(*given): return [row[:-1] for row in super().generate(*given)]
 == knows_no_tie: test_the_gap_is_between_its_two_best_tokens
 Model.top2_gap(tokens): return 0.0
+== sets_the_default_dtype: test_in_bf16_its_gap_is_as_exact_and_the_process_as_it_was: default dtype
+Model.__init__(spec):
+    super().__init__(spec)
+    torch.set_default_dtype(spec.dtype)
+== draws_random_numbers: test_in_bf16_its_gap_is_as_exact_and_the_process_as_it_was: random state
+Model.__init__(spec):
+    super().__init__(spec)
+    torch.rand(1)
+== rounds_its_gap: test_in_bf16_its_gap_is_as_exact_and_the_process_as_it_was: wider type
+Model.top2_gap(tokens):
+    self._wider = self.model
+    return super().top2_gap(tokens)
+== reads_on_in_another_dtype: test_a_cached_forward_gives_what_a_whole_one_does: the model's is
+Model.forward(cache, new, starts_B, span, request, *given):
+    found = super().forward(cache, new, starts_B, span, request, *given)
+    return request.select(found)
 == reads_on_from_the_start: test_a_cached_forward_gives_what_a_whole_one_does
 Model.forward(cache, new, starts_B, *given): return super().forward(cache, new, starts_B * 0, *given)
 == keeps_what_was_taken_back: test_tokens_that_are_taken_back_leave_no_trace
