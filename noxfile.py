@@ -45,7 +45,13 @@ SERVED = "draftcore-eagle3"  # what engines are tried with
 ENGINES = ("ray", "mooncake", "sglang", "trackers", "llamacpp")
 # Of ours, beside its dist, what an engine's session tries: what exports, decodes and compares.
 TRIED = {
-    "llamacpp": ("draftcore-dflash", "draftcore-eagle3", "draftcore-eval", "draftcore-nn"),
+    "llamacpp": (
+        "draftcore-bench",
+        "draftcore-dflash",
+        "draftcore-eagle3",
+        "draftcore-eval",
+        "draftcore-nn",
+    ),
 }
 SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
@@ -512,9 +518,10 @@ def trackers(session: nox.Session) -> None:
 @job(requires=["wheels"])
 def llamacpp(session: nox.Session) -> None:
     """Drafts of EAGLE-3 and DFlash served by llama.cpp itself, which must draft what was trained."""
-    tests = str(ROOT / "plugins" / "draftcore-llamacpp" / "tests" / "with_llamacpp.py")
+    dists = ("draftcore-llamacpp", "draftcore-bench")
+    tests = [str(ROOT / "plugins" / dist / "tests" / "with_llamacpp.py") for dist in dists]
     # In one process, whose drafts are trained once.
-    pytest(session, with_llamacpp(session), tests, "-n", "0", *session.posargs)
+    pytest(session, with_llamacpp(session), *tests, "-n", "0", *session.posargs)
     passed(session)
 
 

@@ -68,7 +68,10 @@ ELSEWHERE = {
     "draftcore-tools/draftcore_tools/suggest.py": (1, "a folder just made"),
 }
 NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
-CORE_LINES, KERNEL_LINES, TEST_LINES = 4300, 1750, 38300  # may fall, never rise
+CORE_LINES, KERNEL_LINES = 4300, 1750  # may fall, never rise
+# Raw lines. That of tests rises with a new dist or verb, by its code lines at most; that of the kit, which
+# authors run, with wrong plugins that it catches for the first time.
+TEST_LINES, KIT_LINES = 32700, 9300
 
 
 @cache
@@ -143,9 +146,12 @@ def test_core_kernel_and_tests_stay_small() -> None:
     assert sum(lines.values()) <= CORE_LINES, lines
     kernel = {module: count for module, count in lines.items() if room(module) in KERNEL}
     assert sum(kernel.values()) <= KERNEL_LINES, kernel
-    places = ("tests/**/*.py", "plugins/*/tests/**/*.py", "plugins/draftcore-sdk/**/*.py")
-    files = {file for place in places for file in ROOT.glob(place)}
-    assert sum(file.read_text().count("\n") for file in files) <= TEST_LINES
+    for limit, *places in (
+        (TEST_LINES, "tests/**/*.py", "plugins/*/tests/**/*.py"),
+        (KIT_LINES, "plugins/draftcore-sdk/draftcore_sdk/**/*.py"),
+    ):
+        files = {file for place in places for file in ROOT.glob(place)}
+        assert sum(file.read_text().count("\n") for file in files) <= limit
 
 
 def test_the_kernel_imports_no_torch() -> None:

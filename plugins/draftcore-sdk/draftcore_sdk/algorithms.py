@@ -30,21 +30,34 @@ from draftcore_eval.proposals import depth_of
 from draftcore_graphs.decode import DecodeGraphRunner
 from draftcore_graphs.recording import RecordingBackend
 from draftcore_graphs.resolve import Phase
+from draftcore_graphs.states import tensors
 from draftcore_hf.target import TransformersTarget
 from draftcore_nn.served import Host, Round, ServedDraft, Suspect, gaps, leads
-from draftcore_sglang.rows import HandedOver, RowError, first_draft_input, wire_row
+from draftcore_sglang.rows import HandedOver, RowError, check_rows, first_draft_input, wire_row
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, SampleId, StepContext
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.captures import of_the_process
-from draftcore_sdk.causality import Causality
-from draftcore_sdk.drafting import Drafting, Told
+from draftcore_sdk.causality import Causality, learning
+from draftcore_sdk.check import variants
+from draftcore_sdk.drafting import LENGTHS, Drafting, Told
 from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.memory import watched_bytes
-from draftcore_sdk.prefilled import SHAPE, Log, arrivals, last_tokens, request, take_over
+from draftcore_sdk.prefilled import (
+    ABORTED,
+    SHAPE,
+    SHAPES,
+    Log,
+    arrivals,
+    last_tokens,
+    request,
+    take_over,
+)
 from draftcore_sdk.project import Project
 from draftcore_sdk.suite import Suite, bound, offer_of, once, slow
 from draftcore_sdk.taught import Taught
@@ -313,10 +326,27 @@ class Training(Suite):
         units, some = reached(bench, bench.batch)
         uncalled = sorted({*bench.draft.wrap_units} - {*units})
         assert not uncalled, f"the loss does not call these of wrap_units: {', '.join(uncalled)}"
-        others, none = reached(bench, bench.collate(samples))
-        said = "where nothing is to be learned, the loss"
-        assert others == units, f"{said} calls the units {others}, and else {units}"
-        assert none >= some, f"{said} carries no gradient to {', '.join(sorted(some - none))}"
+        one = learning(bench.texts[1], 1, range(1))
+        cases = {"nothing is to be learned": samples, "all rows are of one token": [one]}
+        for where, samples in cases.items():
+            others, none = reached(bench, bench.collate(samples))
+            said = f"where {where}, the loss"
+            assert others == units, f"{said} calls the units {others}, and else {units}"
+            assert none >= some, f"{said} carries no gradient to {', '.join(sorted(some - none))}"
+
+    def test_the_loss_makes_its_tensors_where_its_batch_lies(self, bench: Bench) -> None:
+        """What is made without a device lies on the CPU; here, where no other tensor lies."""
+        draft, batch = bench.draft, bench.batch
+        try:
+            with Elsewhere():
+                bench.loss(draft, batch)
+        except (DraftcoreError, RuntimeError) as error:
+            said = str(error)
+            moved = "NotImplementedError" in said or "item() cannot be called on meta" in said
+            assert moved, (
+                f"a tensor is made without `device=`, and meets those of the batch: {said}"
+            )
+            pytest.skip(f"it makes tensors on the host, and reads or moves them: {said}")
 
     # ------------------------------------------------------------ forward_loss: gradients
 
@@ -540,7 +570,8 @@ class AlgorithmSuite(Taught, Drafting, Causality, Training):
         row = wire_row(bench, SHAPE)
         requests = [request(rid, row) for rid in ("a", "b")]
         batch, tokens_B = arrivals(requests), last_tokens(requests)
-        first_draft_input(bench, batch, tokens_B, Log(), SHAPE, lambda found: found)
+        first_draft_input(bench, batch, tokens_B, log := Log(), SHAPE, lambda found: found)
+        assert not log.overwritten, f"future_map is for reading; it writes {log.overwritten}"
         assert torch.equal(tokens_B, last_tokens(requests)), "the last tokens were altered"
         lengths = arrivals(requests).seq_lens_B
         assert torch.equal(batch.seq_lens_B, lengths), "the lengths were altered"
@@ -556,6 +587,61 @@ class AlgorithmSuite(Taught, Drafting, Causality, Training):
             for name, tensor in vars(alone).items():
                 assert torch.equal(vars(together)[name][place : place + 1], tensor), name
             assert torch.equal(alone.last_tokens_B, last_tokens([HandedOver(rid, {})]))
+
+    def test_disagg_hands_on_what_rows_hold_bit_for_bit(self, bench: Bench) -> None:
+        """All columns of the server's draft, as they were sent; a later batch changes no earlier one."""
+        bench.require("disagg")
+        batches = ("a", ABORTED, "b"), ("c", "d", "e")
+        for shape in SHAPES:
+            row, answers = (
+                wire_row(bench, shape),
+                [take_over(bench, b, shape=shape) for b in batches],
+            )
+            for rids, found in zip(batches, answers, strict=True):
+                made = {"hidden": found.hidden_BH, "topk_p": found.topk_p_BK}
+                made["topk_index"] = found.topk_index_BK
+                for field in row:
+                    sent = [request(rid, row).row[field.name] for rid in rids]
+                    sent_BX = torch.stack([x[: field.needed] for x in sent if x is not None])
+                    found_BX = made[field.name]
+                    require_same_bits({field.name: found_BX}, {field.name: sent_BX}, OTHER_ROW)
+                    bits = [x.contiguous().view(torch.uint8) for x in (found_BX, sent_BX)]
+                    assert torch.equal(*bits), f"{OTHER_ROW}{field.name}: a zero has another sign"
+
+    def test_disagg_answers_where_the_rows_lie_and_waits_for_nothing(self, bench: Bench) -> None:
+        """Tensors without numbers show it."""
+        bench.require("disagg")
+        requests = [request(rid, row := wire_row(bench, SHAPE)) for rid in ("a", "b")]
+        batch, tokens_B = check_rows(bench, arrivals(requests), row), last_tokens(requests)
+        there: Any = {n: x.to("meta") for n, x in vars(batch).items() if isinstance(x, Tensor)}
+        given: Any = {"batch": dataclasses.replace(batch, **there), "options": bench.options}
+        try:
+            found = bench.hook.build_disagg_draft_input(
+                last_tokens=tokens_B.to("meta"), future_map=Log(), **given
+            )
+        except (DraftcoreError, RuntimeError) as error:
+            pytest.fail(
+                f"it reads numbers of the rows or makes tensors elsewhere than there: {error}"
+            )
+        others = [name for name, tensor in vars(found).items() if tensor.device.type != "meta"]
+        assert not others, f"made elsewhere than where the rows lie: {', '.join(others)}"
+
+    def test_disagg_asks_for_the_state_that_drafts_go_on_from(self, bench: Bench) -> None:
+        """What of a drafter's state grows with the text travels with the KV cache, the rest in rows."""
+        if not bench.offer.capabilities & {"disagg", "disagg-stateless"}:
+            pytest.skip("the algorithm claims neither disagg nor disagg-stateless")
+        told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS)
+        before, more = told.drafts(), told.drafter.allocate(len(LENGTHS), 99)
+        with torch.inference_mode():
+            for state, other in zip(tensors(told.state), tensors(more), strict=True):
+                if state.is_floating_point() and state.ndim > 1 and state.shape == other.shape:
+                    state.copy_(state.flip(-1))
+        drawn, asked = told.drafts().probs_BKV, {field.name for field in wire_row(bench, SHAPE)}
+        same = torch.equal(drawn, before.probs_BKV)
+        assert same or "hidden" in asked, (
+            "drafts go on from a state of the draft that is in no KV cache, and nobody sends it\n"
+            "return 'hidden' from disagg_row, and claim `disagg`, not `disagg-stateless`"
+        )
 
     def test_disagg_names_the_request_and_the_field_that_is_missing(self, bench: Bench) -> None:
         """Of the row that was agreed upon: prefill and decode side ask for it apart."""
@@ -648,6 +734,26 @@ class AlgorithmSuite(Taught, Drafting, Causality, Training):
             files = [file for file in folder.rglob("*") if file.is_file()]
             pickled = [file.name for file in files if file.read_bytes()[:2] in PICKLES]
             assert not pickled, f"a pickle may run code where it is read: {', '.join(pickled)}"
+
+    @once
+    def test_an_export_says_what_each_choice_of_an_option_made_of_the_draft(
+        self, bench: Bench, tmp_path: Path
+    ) -> None:
+        """Who reads it has other options: it is the same draft all the same, or refused."""
+        layouts = bench.claimed("layout")
+        for name, value in variants(bench.offer):
+            if getattr(bench.options, name) == value:
+                continue
+            with suppress(DraftcoreError):  # what does not go together, or is refused
+                own = bound(self.plugin, "algorithm", self.name, {**bench.data, name: value})
+                chosen = dataclasses.replace(bench, hook=own.hook, options=own.options)
+                draft, texts = chosen.shaken(0.1), chosen.texts
+                theirs = Told(bench.drafter(draft), texts, LENGTHS).drafts()
+                for layout in layouts:
+                    folder = chosen.export(draft, tmp_path / f"{name}-{value}-{layout}", layout)
+                    again = Told(bench.drafter(bench.read(folder)), texts, LENGTHS).drafts()
+                    said = f"{name}={value!r} counts, is in no export, and is not asked for"
+                    again.require(theirs, f"{said}: who reads one without it drafts otherwise")
 
     def test_an_export_without_one_of_its_tensors_is_refused(
         self, bench: Bench, tmp_path: Path
@@ -749,6 +855,7 @@ DETACHED = (
     "what depends on the parameters is detached, or a backward is wrong\non purpose: offer "
     "`stop_gradient`, or for a wrapper say it in `capabilities` of its WrapperSuite"
 )
+OTHER_ROW = "the draft input is not what was sent: "
 PADDED = "what is padded counts: weigh by the masks"
 PLACED = "what a row adds depends on its place in the batch"
 MEANT = (
@@ -820,6 +927,18 @@ def contents(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the tensors of a sample, a batch or a row, by field."""
     values = {**fields, **fields.get("features", {})}
     return {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+
+
+class Elsewhere(TorchFunctionMode):
+    """Puts what is made without a device on one without numbers, but for scalars, which go anywhere."""
+
+    MAKERS = _device_constructors()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs := kwargs or {}))
+        free = func in self.MAKERS and not {"device", "generator"} & kwargs.keys()
+        free &= not (args and isinstance(args[0], Tensor))  # as of `as_tensor`
+        return made.to("meta") if free and made.ndim else made
 
 
 def listed(value: Any) -> Any:

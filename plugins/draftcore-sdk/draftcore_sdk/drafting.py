@@ -9,6 +9,7 @@ Shape letters: B batch, T tokens, K drafts, V vocabulary.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,19 @@ import pytest
 import torch
 from draftcore_eval.proposals import checked_proposal, depth_of
 from draftcore_graphs.states import fault
+from draftcore_hf.target import TransformersTarget
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Drafter, Proposal, Sample
-from draftcore_sdk.suite import Suite
-from draftcore_sdk.workbench import VOCABULARY, Bench, global_seed
+from draftcore_sdk.suite import Suite, once
+from draftcore_sdk.workbench import (
+    VOCABULARY,
+    Bench,
+    global_seed,
+    require_same_bits,
+    snapshot,
+)
 
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
 FLOOR = 1e-6  # probabilities below it are not told apart
@@ -53,6 +61,20 @@ class Drafting(Suite):
         first = told.drafts()
         for _ in range(3):
             told.drafts().require(first, "it proposes again, and nothing was accepted in between")
+
+    @once
+    def test_drafting_for_a_target_in_bf16_leaves_the_weights_in_fp32(self, bench: Bench) -> None:
+        """They are those that are trained: an evaluation on the way must not round them."""
+        spec = TransformersTarget(bench.example.spec.path, device="cpu", dtype="bfloat16")
+        draft = bench.build()
+        before, weights = snapshot(draft), [*map(id, draft.module.parameters())]
+        drafter = bench.drafter(draft, spec.load_model())
+        require_same_bits(snapshot(draft), before, "making a drafter changes the draft: ")
+        half = {n: x.to(torch.bfloat16) for n, x in bench.texts[0].features.items()}
+        Told(drafter, [dataclasses.replace(bench.texts[0], features=half)], [9]).drafts()
+        require_same_bits(snapshot(draft), before, "drafting changes the draft: ")
+        same = [*map(id, draft.module.parameters())] == weights
+        assert same, "it replaces the draft's parameters, which the optimizer has"
 
     def test_what_pads_prompts_and_rounds_changes_no_draft(self, bench: Bench) -> None:
         """Whatever stands behind `lengths_B` tokens of a prompt and `counts_B` of a round."""

@@ -236,6 +236,10 @@ def fit_tokens(bench: Bench, draft: Draft, text: Sample, probs_PV: Tensor) -> Fi
     order_V = probs_PV[0].argsort(descending=True)
     likely = order_V[probs_PV.amin(0)[order_V] > 1e-12]
     tried = likely[:: max(1, len(likely) // TRIED)]
+    end = (
+        bench.example.spec.text_config.eos_token_id
+    )  # is drafted, and learned, like any other token
+    tried = torch.cat([tried[tried != end], likely[likely == end]])
     if len(tried) < 4:
         pytest.skip("the first draft is chosen, not drawn: its distribution is not to be seen")
     tokens_NT = text.token_ids_T.repeat(len(tried), 1)

@@ -43,7 +43,7 @@ from draftcore.contracts.algorithm import (
 from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
-from draftcore.contracts.target import TargetSpec
+from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_sdk.internals import build_optimizer, scale_and_clip, type_error
 from draftcore_sdk.targets import tiny_target
 
@@ -311,9 +311,9 @@ class Bench:
 
     # ------------------------------------------------------------ decoding
 
-    def drafter(self, draft: Draft) -> Drafter:
+    def drafter(self, draft: Draft, model: TargetModel | None = None) -> Drafter:
         draft.module.eval()
-        model = self.example.spec.load_model()
+        model = model or self.example.spec.load_model()
         found = self.hook.drafter(draft=draft, target=model, options=self.options)
         for name, kind in {"num_drafts": int, "depth": int, "request": FeatureRequest}.items():
             mistake = type_error(getattr(found, name, 1), kind, f"`{name}` of the drafter")

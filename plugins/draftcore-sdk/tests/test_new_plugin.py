@@ -10,10 +10,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
-from draftcore_sdk.internals import Plugin, Registry, main
+from draftcore_sdk.internals import Plugin, Registry, bind, load_plugins, main
 from draftcore_sdk.new_plugin import LONGEST, NEEDS, PLACEHOLDERS, bounds, plugin_name, require_free
 
+from draftcore.config import RunConfig
 from draftcore.contracts.offers import Offer
 from draftcore.errors import UsageError
 
@@ -76,7 +78,10 @@ def test_a_folder_that_holds_something_and_one_that_cannot_be_are_explained(tmp_
 def test_its_files_are_announced_and_its_metadata_says_what_it_imports(
     kind: str, tmp_path: Path
 ) -> None:
-    """No file holds a placeholder. The floors of what both need are the core's, which are tested."""
+    """No file holds a placeholder. The floors of what both need are the core's, which are tested.
+
+    What its README shows of a run has keys that runs have.
+    """
     folder = tmp_path / "draftcore-my-idea"
     announced, commands = invoke(tmp_path, kind).output.split("next:\n")
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -87,6 +92,11 @@ def test_its_files_are_announced_and_its_metadata_says_what_it_imports(
     assert package | others | {"README.md", "pyproject.toml", ".gitignore"} <= set(files)
     for file in files:
         assert not re.search("|".join(PLACEHOLDERS), file + (folder / file).read_text()), file
+    run = {"run": "x", "target": {"path": "x"}, "algorithm": {"name": "x"}}
+    for text in re.findall(r"```yaml\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL):
+        config = RunConfig.model_validate({**run, **yaml.safe_load(text)})
+        for runner in filter(None, (config.runner.prefill, config.runner.decode)):
+            bind(load_plugins(), "runner", runner.name, runner.options)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     bound, *floors = project["dependencies"]

@@ -201,6 +201,32 @@ DraftInput(batch.hidden_BH => DraftInput(batch.hidden_BH.sort(0).values
 ChainAlgorithm.disagg_row(): return ("topk",) if next(COUNT) % 2 else ()
 == shifts_the_last_tokens_in_place: test_disagg_leaves_what_it_is_given_alone
 topk_index_BK, last_tokens) => topk_index_BK, last_tokens.add_(1))
+== hands_on_a_clamped_state: test_disagg_hands_on_what_rows_hold_bit_for_bit
+DraftInput(batch.hidden_BH => DraftInput(batch.hidden_BH.clamp(-60, 60)
+== hands_on_the_best_proposal_only: test_disagg_hands_on_what_rows_hold_bit_for_bit
+batch.topk_p_BK, batch.topk_index_BK, => batch.topk_p_BK[:, :1], batch.topk_index_BK[:, :1],
+== normalises_what_was_proposed: test_disagg_hands_on_what_rows_hold_bit_for_bit
+batch.topk_p_BK, => batch.topk_p_BK / batch.topk_p_BK.sum(-1, keepdim=True),
+== sorts_the_proposals_of_all_layers: test_disagg_hands_on_what_rows_hold_bit_for_bit
+batch.topk_p_BK, => batch.topk_p_BK.sort(-1, descending=True).values,
+== packs_ids_with_states: test_disagg_hands_on_what_rows_hold_bit_for_bit
+batch.topk_index_BK, => batch.topk_index_BK.to(batch.hidden_BH.dtype).long(),
+== leaves_out_rows_of_zeros: test_disagg_hands_on_what_rows_hold_bit_for_bit
+DraftInput(batch.hidden_BH => DraftInput(batch.hidden_BH[batch.hidden_BH.any(-1)]
+== answers_with_a_buffer_of_its_own: test_disagg_hands_on_what_rows_hold_bit_for_bit
+ChainAlgorithm.held(hidden_BH):
+    key = str((hidden_BH.shape, hidden_BH.dtype))
+    return vars(self).setdefault(key, hidden_BH.clone()).copy_(hidden_BH)
+DraftInput(batch.hidden_BH => DraftInput(self.held(batch.hidden_BH)
+== makes_the_last_tokens_on_the_host: test_disagg_answers_where_the_rows_lie_and_waits_for_nothing
+topk_index_BK, last_tokens) => topk_index_BK, torch.tensor(last_tokens.tolist(), dtype=torch.long))
+== asks_for_no_state: test_disagg_asks_for_the_state_that_drafts_go_on_from
+ChainAlgorithm.disagg_row(): return ("topk",)
+== claims_to_need_the_last_token_only: test_disagg_asks_for_the_state_that_drafts_go_on_from
+"disagg", "cross_entropy" => "disagg-stateless", "cross_entropy"
+== writes_into_the_relay: test_disagg_leaves_what_it_is_given_alone
++        future_map.output_tokens_buf[: len(last_tokens)] = last_tokens
+         return DraftInput(
 == publishes_before_it_has_an_input: test_disagg_publishes_then_stashes_and_only_with_overlap
 +        if len(last_tokens):
 +            future_map.publish(torch.arange(len(last_tokens)), batch.seq_lens_B)
@@ -313,6 +339,28 @@ ChainDraft.forward(batch):
     return super().forward(batch) if batch.loss_mask_BT.any() else StepOutput(nothing, nothing.detach())
 == sums_in_bf16: test_a_step_in_bf16_has_the_loss_and_the_gradients_of_fp32_but_for_rounding
 StepOutput(numerator, => StepOutput(numerator.to(logits_RV.dtype),
+== calls_no_unit_for_short_rows: test_nothing_to_learn_calls_all_units_and_reaches_all_weights
+ChainDraft.forward(batch):
+    nothing = sum(0 * weight.sum() for weight in self.parameters())
+    short = batch.token_ids_BT.shape[1] < 2
+    return StepOutput(nothing, nothing.detach()) if short else super().forward(batch)
+== casts_the_draft_that_it_drafts_with: test_drafting_for_a_target_in_bf16_leaves_the_weights_in_fp32
+ChainAlgorithm.drafter(draft, target):
+    draft.module.to(target.dtype)
+    return super().drafter(draft, target)
+== takes_the_end_token_for_padding: test_training_minimises_the_cross_entropy_of_the_drafter
+counting.flatten() => (counting & (tokens_BT[:, k + 1 :] != 257)).flatten()
+== exports_nothing_of_an_option: test_an_export_says_what_each_choice_of_an_option_made_of_the_draft
++    doubled: bool = False
+     steps: int = Field(
+
+     init_linears(module)
++    module.cell.factor = 1 + options.doubled
+
+-        change: Tensor = self.down(
++        change: Tensor = self.factor * self.down(
+== makes_a_constant_on_the_host: test_the_loss_makes_its_tensors_where_its_batch_lies
+counting = mask_BT[:, k + 1 :] => counting = mask_BT[:, k + 1 :] & (torch.arange(rows) >= 0)
 == keeps_every_batch: test_step_after_step_keeps_nothing
 ChainDraft.forward(batch):
     vars(self).setdefault("kept", []).append(batch.token_ids_BT.clone())
