@@ -147,6 +147,7 @@ class BaseStore(FeatureStore):
 
     def stats(self) -> StoreStats:
         with self._mutex:
+            self._require_open()
             samples, nbytes, free = self._usage()
             nbytes += sum(ref.nbytes for ref in self._pending_free.values())
             return StoreStats(samples, nbytes, self.max_bytes, self._readers.total(), free)

@@ -90,6 +90,7 @@ class FileStore(BaseStore):
 
     def read_manifest(self) -> dict[str, Any] | None:
         """Return what `write_manifest` wrote last, or None."""
+        self._require_open()
         file = self.folder / "manifest.json"
         try:
             return read_sealed(file)

@@ -170,8 +170,8 @@ class MooncakeStore(FeatureStore):
 
         The bytes include superseded generations, which take up memory until a free.
         """
-        if not self._closed:
-            self._forget_what_is_gone()
+        self._require_open()
+        self._forget_what_is_gone()
         with self._mutex:
             samples = len({feature_id for feature_id, _ in self._held})
             return StoreStats(samples, self._held_bytes(), self.max_bytes, self._readers.total())

@@ -1,8 +1,9 @@
 """What every capture backend must do. See `draftcore_sdk` for how to use it.
 
-The target is a tiny random Qwen3 on the CPU in fp32, whose reference is transformers' own forward
-pass, row by row and without padding. A backend that reads its target elsewhere than from a folder,
-such as a running server, overrides `target_folder` and serves what `capture_target` writes.
+The target is a tiny random Gemma 2 on the CPU in fp32, which scales its embeddings, caps its logits and
+has a sliding window in every other layer. Its reference is transformers' own forward pass, row by row
+and without padding. A backend that reads its target elsewhere than from a folder, such as a running
+server, overrides `target_folder` and serves what `capture_target` writes, of a family that it can serve.
 
 Other implementations add in another order than transformers does, so features are compared with
 the reference within rounding; a backend is compared with itself bit by bit. A backend that claims
@@ -41,7 +42,7 @@ from draftcore_sdk.memory import CYCLES, differing, of_the_process, watched_byte
 from draftcore_sdk.suite import Suite
 from draftcore_sdk.targets import tiny_target
 
-OpenCapture = Callable[[FeatureRequest], Capture]
+OpenCapture = Callable[..., Capture]
 Open = OpenCapture
 LAYERS, WIDTH = 4, 32
 ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
@@ -63,6 +64,14 @@ REQUESTS = {
 ALL = REQUESTS["every layer"]
 WIDEST = replace(ALL, topk=5, embeddings=True)
 ELSEWHERE = "the target does not run in this process"
+LEARNED: dict[str, Any] = {
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 64,
+    "vocab_size": 70_000,
+}
+FOLDER = "capture-suite"
 # How far a number may be off in a type, relative to itself, where it was rounded once.
 HALVES = {"bfloat16": 2**-8, "float16": 2**-11}
 
@@ -73,7 +82,7 @@ class CaptureSuite(Suite):
     @pytest.fixture
     def target_folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The folder of the target, written once per session."""
-        folder = tmp_path_factory.getbasetemp() / "capture-suite"
+        folder = tmp_path_factory.getbasetemp() / FOLDER
         return folder if folder.exists() else capture_target(folder)
 
     @pytest.fixture
@@ -85,7 +94,7 @@ class CaptureSuite(Suite):
         """Open the backend for a request, any number of times; all are closed at the end."""
         captures: list[Capture] = []
 
-        def opener(request: FeatureRequest) -> Capture:
+        def opener(request: FeatureRequest, target: TargetSpec = target) -> Capture:
             asked = {name for name in ("topk", "embeddings") if getattr(request, name)}
             if lacking := asked - set(self.said("capture", "")):
                 pytest.skip(f"the capture does not claim {' and '.join(sorted(lacking))}")
@@ -156,10 +165,15 @@ class CaptureSuite(Suite):
             (features,), tokens = features_of(capture, batch(row)), ALL_ROWS[row]
             states, logits_TV = reference.features(tokens), reference.logits(tokens)
             if "topk" in name:
-                require_largest(features["topk_logits"], features["topk_ids"].long(), logits_TV)
+                head_VH = reference.model.get_output_embeddings().weight.detach()
+                head_TV = states["last_hidden"] @ head_VH.T
+                found = features["topk_logits"], features["topk_ids"].long()
+                require_largest(*found, logits_TV, head_TV)
             else:
                 states["embeddings"] = reference.embeddings(tokens)
-                norm, named = reference.decoder.norm, states.items()
+                norm, named = reference.decoder.norm, list(states.items())
+                table_VH = reference.model.get_input_embeddings().weight.detach()
+                states["rows of the embedding table"] = table_VH[list(tokens)]
                 normed = {f"the final norm of {what}": norm(value) for what, value in named}
                 require_near(features[name], states[name], {**states, **normed})
 
@@ -181,6 +195,26 @@ class CaptureSuite(Suite):
                 right = reference.features(tokens)["hidden.0"]
                 others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
                 require_near(features["hidden.0"], right, others)
+
+    def test_positions_are_a_rows_own_and_no_token_id_is_too_large(
+        self, open_capture: Open, target: TargetSpec, target_folder: Path, tmp_path: Path
+    ) -> None:
+        """Of another target, with learned positions and many tokens, where it is not refused."""
+        if target_folder.name != FOLDER or not isinstance(target, TransformersTarget):
+            pytest.skip("the suite chooses no other target")
+        rows = ([65_541, 69_999, 3, 4], [9, 8], [5, 65_540, 7])
+        other = TransformersTarget(str(tiny_target(tmp_path, "gpt2", **LEARNED)), device="cpu")
+        asked = replace(self.everything, layers=(0,), topk=0)
+        try:
+            capture = open_capture(asked, other)
+        except UsageError as error:
+            pytest.skip(str(error))
+        reference = Reference(tmp_path)
+        for features, row in zip(features_of(capture, batch(members=rows)), rows, strict=True):
+            for name in asked.names:
+                said = [row, [token % 65_536 for token in row]]
+                right_TH, cut_TH = (reference.state(name, tokens) for tokens in said)
+                require_near(features[name], right_TH, {"those of ids of 16 bits": cut_TH})
 
     @pytest.mark.parametrize("dtype", HALVES)
     def test_a_stored_type_holds_the_numbers_of_float32(
@@ -256,18 +290,19 @@ class CaptureSuite(Suite):
         self, open_capture: Open, watch: "Watch"
     ) -> None:
         """Features in its place would be trained on, and rows that are called bad would be left out."""
-        capture = open_capture(ALL)
-        watch.heard, watch.fails = [], True  # a test of itself may have run the target here
-        raised: Exception | None = None
-        try:
-            features_of(capture, batch(0, 1))
-        except Exception as error:
-            raised = error
-        else:
-            watch.require_heard()
-        assert raised is not None, "the target raised an error, and features came"
-        final = isinstance(raised, BadRows | UsageError)
-        assert not final, f"an error of the target became {raised!r}, which is not tried again"
+        for error in (LookupError("on purpose"), RuntimeError("CUDA error: on purpose")):
+            watch.fails, raised = None, None
+            capture = open_capture(ALL)
+            watch.heard, watch.fails = [], error  # a test of itself may have run the target here
+            try:
+                came = len(list(capture.features([batch(0, 1)])))
+            except Exception as found:
+                raised = found
+            else:
+                watch.require_heard()
+                pytest.fail(f"the target raised {error!r}, and features of {came} batches came")
+            final = isinstance(raised, BadRows | UsageError)
+            assert not final, f"{error!r} of the target became {raised!r}, which is not tried again"
 
     def test_a_target_that_it_would_misread_is_refused_when_it_is_opened(
         self, open_capture: Open, watch: "Watch"
@@ -285,7 +320,10 @@ class CaptureSuite(Suite):
         pytest.fail("it was opened: the target's `load_model().check()` says what is wrong")
 
     def test_batches_are_asked_for_as_features_are_taken(self, open_capture: Open) -> None:
-        """A data set does not fit into memory: some look-ahead is welcome, all of it is not."""
+        """A data set does not fit into memory: some look-ahead is welcome, all of it is not.
+
+        Batches that end by an error are not all that there were.
+        """
         asked: list[int] = []
 
         def batches() -> Iterator[CaptureBatch]:
@@ -293,10 +331,21 @@ class CaptureSuite(Suite):
                 asked.append(index)
                 yield batch(3, index=index)
 
-        captured = iter(open_capture(REQUESTS["first layer"]).features(batches()))
+        capture = open_capture(REQUESTS["first layer"])
+        captured = iter(capture.features(batches()))
         assert next(captured).batch.index == 0
         assert len(asked) < 64, "all 64 batches were taken before the features of one came"
         assert [one.batch.index for one in captured] == list(range(1, 64))
+
+        def broken() -> Iterator[CaptureBatch]:
+            yield batch(3)
+            raise LookupError("the data cannot be read")
+
+        with suppress(Exception):
+            list(capture.features(broken()))
+            pytest.fail(
+                "the batches ended by an error, which was lost: features end as if all came"
+            )
 
     @torch.enable_grad()
     def test_capturing_changes_nothing_that_training_reads(self, open_capture: Open) -> None:
@@ -325,10 +374,13 @@ class CaptureSuite(Suite):
         require_same(features_of(other, batch(0)), before)
 
 
-def capture_target(folder: Path, **shape: Any) -> Path:
-    """Write the target of this suite into `folder`; `shape` is what an engine's kernels want of it."""
+def capture_target(folder: Path, family: str = "gemma2", **shape: Any) -> Path:
+    """Write the target of this suite into `folder`.
+
+    An engine that has no kernels for it asks for another family, such as `qwen3`, or another `shape`.
+    """
     shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, **shape}
-    tiny_target(folder, **shape, max_position_embeddings=1024)
+    tiny_target(folder, family, **shape, max_position_embeddings=1024)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # A norm that does more than scale: another weight for each of the state's numbers.
@@ -350,14 +402,15 @@ class Watch:
     """Hears how the target's first layer runs, where that is in this process, and may let it fail."""
 
     def __init__(self, decoder: Any) -> None:
-        self.model, self.fails = decoder.model, False
+        self.model = decoder.model
+        self.fails: Exception | None = None
         self.heard: list[tuple[bool, bool]] = []
         self.hook = decoder.layers[0].register_forward_pre_hook(self)
 
     def __call__(self, layer: nn.Module, given: Any) -> None:
         self.heard.append((torch.is_grad_enabled(), layer.training))
         if self.fails:
-            raise LookupError("on purpose")
+            raise self.fails
 
     def require_heard(self) -> None:
         if not self.heard:
@@ -399,7 +452,13 @@ class Reference:
 
     @torch.inference_mode()
     def embeddings(self, tokens: Sequence[int]) -> Tensor:
-        return self.model.get_input_embeddings()(torch.tensor(list(tokens)))  # type: ignore[no-any-return]
+        """What the first layer is given [T, H]."""
+        given_1T = torch.tensor([list(tokens)])
+        output = self.decoder(input_ids=given_1T, output_hidden_states=True)
+        return output.hidden_states[0][0]  # type: ignore[no-any-return]
+
+    def state(self, name: str, tokens: Sequence[int]) -> Tensor:
+        return self.embeddings(tokens) if name == "embeddings" else self.features(tokens)[name]
 
 
 reference_of = functools.cache(Reference)
@@ -439,12 +498,13 @@ def require_near(
         )
 
 
-def require_largest(found_TK: Tensor, ids_TK: Tensor, logits_TV: Tensor) -> None:
+def require_largest(found_TK: Tensor, ids_TK: Tensor, logits_TV: Tensor, head_TV: Tensor) -> None:
     """Compare with the largest logits of the target; near neighbours may be in either order."""
     (right_TK, right_ids_TK), K = logits_TV.topk(found_TK.shape[1]), found_TK.shape[1]
     assert bool((found_TK.diff(dim=1) <= 0).all()), "the logits are not in descending order"
     logprobs = {"log-probabilities": logits_TV.log_softmax(-1).topk(K).values}
     logprobs["log-probabilities of the K alone"] = right_TK.log_softmax(-1)
+    logprobs["the last hidden state times the head, neither scaled nor capped"] = head_TV.topk(K)[0]
     require_near(found_TK, right_TK, logprobs)
     off = {f"of ids {by:+d}": (right_ids_TK + by) % logits_TV.shape[1] for by in (1, -1)}
     others = {why: logits_TV.gather(1, odd_TK) for why, odd_TK in off.items()}

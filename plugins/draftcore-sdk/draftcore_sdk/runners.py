@@ -93,7 +93,7 @@ class RunnerSuite(Suite):
     @pytest.fixture
     def target(self, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
         folder = tmp_path_factory.getbasetemp() / "runner-suite"
-        path = folder if folder.exists() else capture_target(folder)
+        path = folder if folder.exists() else capture_target(folder, "qwen3")
         return TransformersModel(TransformersTarget(str(path), device="cpu"))
 
     def runner(self, phase: PhaseName, temperature: float = 0.0) -> Runner:

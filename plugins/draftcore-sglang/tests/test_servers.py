@@ -66,9 +66,7 @@ EVERY_LAYER = {"DRAFTCORE_LAYERS": "0,1,2,3"}
 
 @pytest.fixture(scope="session")
 def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target of the suite of captures, which has it in the same place."""
-    folder = tmp_path_factory.getbasetemp() / "capture-suite"
-    return folder if folder.exists() else capture_target(folder)
+    return capture_target(tmp_path_factory.mktemp("served"), "qwen3")
 
 
 @pytest.fixture(scope="class")
@@ -169,6 +167,10 @@ class TestSglangServer(CaptureSuite):
 
     plugin = "draftcore_sglang.plugin"
     name, limit = "sglang-server", 600  # a server starts
+
+    @pytest.fixture
+    def target_folder(self, served_folder: Path) -> Path:
+        return served_folder
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

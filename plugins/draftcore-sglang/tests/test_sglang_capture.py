@@ -63,7 +63,7 @@ class TestSglang(CaptureSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def target_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-        written = capture_target(tmp_path_factory.mktemp("target"))
+        written = capture_target(tmp_path_factory.mktemp("target"), "qwen3")
         target = TransformersTarget(str(written), device="cpu")
         asked = {"target": target, "request": REQUESTS["both"]}
         with closing(opened(cls.plugin, "capture", cls.name, cls.options, **asked)):

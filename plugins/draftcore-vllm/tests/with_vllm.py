@@ -37,7 +37,7 @@ STARTED: dict[str, Any] = {"python": PYTHON, "kv_cache": "64MiB", "max_tokens": 
 @pytest.fixture(scope="module")
 def capturing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCapture]:
     """A capture of all that vLLM gives, which shares its server with all others of its target."""
-    folder = capture_target(tmp_path_factory.mktemp("target"), head_dim=32)
+    folder = capture_target(tmp_path_factory.mktemp("target"), "qwen3", head_dim=32)
     target = TransformersTarget(str(folder), device="cpu")
     asked = {"target": target, "request": Everything().everything}
     with closing(opened(PLUGIN, "capture", "vllm", STARTED, **asked)) as capture:
@@ -70,7 +70,7 @@ class TestServer(Everything):
     def test_a_server_of_another_target_is_refused_and_that_of_the_runs_is_not(
         self, capturing: VllmCapture, tmp_path: Path
     ) -> None:
-        folder = capture_target(tmp_path / "other", head_dim=32, seed=1)
+        folder = capture_target(tmp_path / "other", "qwen3", head_dim=32, seed=1)
         other = TransformersTarget(str(folder), device="cpu")
         options = {**self.options, "self_test": True}
         for target, says in (

@@ -5,6 +5,7 @@ from draftcore_sdk.captures import CaptureSuite
 from mutants import Mutants, one_file, wrong
 
 RIGHT = """
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,12 @@ class EveryLayer(Changing):
         layers = tuple(range(target.num_layers))
         super().__init__(target, replace(request, layers=layers, last_hidden=True))
         self.names = request.names
+
+class Knowing(Changing):
+    # Knows the target whose weights `change` uses.
+    def __init__(self, target, request):
+        super().__init__(target, replace(request, last_hidden=True))
+        self.target, self.names = target, request.names
 
 class Capture(LocalCapture):
     pass
@@ -79,8 +86,18 @@ Capture.features(batches):
     for batch in batches:
         try:
             yield from super().features([batch])
-        except LookupError as error:
+        except RuntimeError as error:
             raise BadRows(dict.fromkeys(range(len(batch.rows)), str(error))) from error
+== ends_where_the_target_fails: test_an_error_of_the_target_is_one_that_may_be_tried_again
+Capture.features(batches):
+    with suppress(RuntimeError):
+        yield from super().features(batches)
+== ends_where_the_batches_fail: test_batches_are_asked_for_as_features_are_taken
+Capture.features(batches):
+    def all_that_come():
+        with suppress(LookupError):
+            yield from batches
+    return super().features(all_that_come())
 == checks_nothing_when_it_opens: test_a_target_that_it_would_misread_is_refused_when_it_is_opened
 Capture.__init__(target, request):
     target.require_layers(request)
@@ -163,6 +180,40 @@ Capture.close():
 Capture(Changing).change(f):
     seeing = lambda v: v + 0.01 * v[-1:] if v.is_floating_point() else v
     return {n: seeing(v) for n, v in f.items()}
+== gives_rows_of_the_embedding_table: test_features_are_the_ones_of_their_name[embeddings]
+Capture(Knowing).features(batches):
+    table = self.target.embedding()
+    for one in super().features(batches):
+        pairs = zip(one.features, one.batch.token_ids)
+        rows = [{**f, "embeddings": table[torch.tensor(tokens)]} for f, tokens in pairs]
+        yield replace(one, features=tuple(rows))
+== leaves_logits_uncapped: test_features_are_the_ones_of_their_name[topk_logits]
+Capture(Knowing).change(f):
+    logits = f["last_hidden"] @ self.target.head().T
+    f["topk_logits"], f["topk_ids"] = logits.topk(f["topk_ids"].shape[1])
+    return f
+== sees_beyond_the_window: test_features_are_the_ones_of_their_name[hidden.0]
+Capture.__init__(target, request):
+    super().__init__(target, request)
+    self.model.model.config.sliding_window = 1024
+== reads_ids_of_16_bits: test_positions_are_a_rows_own_and_no_token_id_is_too_large
+Capture.features(batches):
+    for batch in batches:
+        cut = tuple([token % 65536 for token in tokens] for tokens in batch.token_ids)
+        for one in super().features([replace(batch, token_ids=cut)]):
+            yield replace(one, batch=batch)
+== pads_on_the_left: test_positions_are_a_rows_own_and_no_token_id_is_too_large
+Capture.features(batches):
+    for batch in batches:
+        width = max(map(len, batch.token_ids))
+        pad = [[0] * (width - len(tokens)) for tokens in batch.token_ids]
+        mask = [[*zeros, *[1] * (width - len(zeros))] for zeros in pad]
+        given = [[*zeros, *tokens] for zeros, tokens in zip(pad, batch.token_ids)]
+        given = {"input_ids": torch.tensor(given), "attention_mask": torch.tensor(mask)}
+        found = self.model.decoder(**given, output_hidden_states=True).hidden_states
+        named = {"embeddings": found[0], "hidden.0": found[1], "last_hidden": found[-1]}
+        cut = lambda at, zeros: {n: named[n][at, len(zeros) :] for n in self.request.names}
+        yield CapturedBatch(batch, tuple(cut(*one) for one in enumerate(pad)))
 == gives_log_probabilities: test_features_are_the_ones_of_their_name[topk_logits]
 Capture(Changing).change(f):
     if "topk_logits" in f:
