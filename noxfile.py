@@ -518,8 +518,8 @@ def trackers(session: nox.Session) -> None:
 @job(requires=["wheels"])
 def llamacpp(session: nox.Session) -> None:
     """Drafts of EAGLE-3 and DFlash served by llama.cpp itself, which must draft what was trained."""
-    dists = ("draftcore-llamacpp", "draftcore-bench")
-    tests = [str(ROOT / "plugins" / dist / "tests" / "with_llamacpp.py") for dist in dists]
+    places = ("llamacpp/tests/with_llamacpp.py", "bench/tests/measuring_llamacpp.py")
+    tests = [str(ROOT / "plugins" / f"draftcore-{place}") for place in places]
     # In one process, whose drafts are trained once.
     pytest(session, with_llamacpp(session), *tests, "-n", "0", *session.posargs)
     passed(session)

@@ -58,7 +58,7 @@ AROUND: Mapping[str, tuple[Kind, str]] = {
     "target": ("target", "hf"), "samples": ("samples", "conversations"),
     "batches": ("batches", "queue"), "evaluation": ("evaluation", "decoding"),
     "capture": ("capture", "hf"), "feature_store": ("store", "file"),
-    "channel": ("channel", "tcp"), "launcher": ("launcher", "local"),
+    "channel": ("channel", "tcp"), "launcher": ("launcher", "local"), "engine": ("engine", "llamacpp"),
     "prompts": ("prompts", "own"), "source": ("source", "files"), "image_processor": ("images", "processor"),
     "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
@@ -228,6 +228,8 @@ def run(
                 if names := [words(name) for name in line.get("names", ())]:
                     listed = "\n  ".join(["there are:", *names])
                     raise UsageError(f"no test has these words in its name\n  {listed}")
+                if "names" in line:  # none was collected, and the next line says why
+                    continue
                 running = line.get("started", "")
                 if running:
                     message = "slow, so --quick leaves it out" * line["slow"]

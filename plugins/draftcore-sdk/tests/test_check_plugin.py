@@ -345,7 +345,7 @@ def test_a_test_that_hangs_is_ended_says_where_and_is_the_last_of_its_suite(
     assert f"{loose.name}.py" in lines[0]
     assert "graph_plugin" in lines[0]
     assert lines[-1].startswith("what comes after it ")
-    assert {one.message for one in ended[1:]} <= {f"not tested, as {ended[0].test} had no end"}
+    assert all(one.message.startswith(f"not tested, as {ended[0].test}") for one in ended[1:])
     assert gone(tmp_path / "pid")
 
 

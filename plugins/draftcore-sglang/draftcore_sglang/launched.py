@@ -70,11 +70,11 @@ class Launched:
         if (code := self.child.code) is None:
             return error
         log = regular(Path(self.beside.name, "log")).read_text(encoding="utf-8", errors="replace")
-        # A signal ended it, or its log says why.
-        causes = [*dict.fromkeys(CAUSE.findall(log))][-4:] or log.splitlines()[-6:]
+        # It kills itself where one of its processes breaks, and its log says why; or somebody killed it.
+        causes = [*dict.fromkeys(CAUSE.findall(log))][-4:] or log.splitlines()[-6:] * (code > 0)
         return ServerAway(
             "\n  ".join([
-                f"sglang has ended, with status {code}", *map(one_line, causes if code > 0 else ()),
+                f"sglang has ended, with status {code}", *map(one_line, causes),
                 "its releases run on GPUs; what else it wants is set by --option args.NAME=VALUE, and on "
                 "a CPU llamacpp and vllm serve drafts",
             ])

@@ -26,6 +26,8 @@ QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 PROMPTS, NEW_TOKENS = 100, 128
 BLOCKS = {"num_layers": 3, "layers": [1, 3, 5], "block_size": 8, "num_anchors": 64}
 DRAFTS = {"eagle3": {"layers": [1, 3, 4], "ttt_length": 3}, "dflash": BLOCKS}
+# sglang 0.5.17 has no float32 kernels on a GPU, and gives DFlash's worker the dtype of the export.
+DTYPES = {"eagle3": "float16", "dflash": "bfloat16"}
 SETTINGS = {
     "attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none",
     "context_length": 1024, "mem_fraction_static": 0.3, "skip_server_warmup": True,
@@ -57,9 +59,12 @@ def test_a_server_serves_a_draft_as_it_was_trained(label: str, trained: Path) ->
     """Outputs are plain decoding's, and the rounds of each prompt are ours, unless a rounding decides."""
     options = [f"args.{name}={json.dumps(value)}" for name, value in SETTINGS.items()]
     options += [f"python={PYTHON}"] if PYTHON else []
-    (found,) = served(trained, engine="sglang", options=options, requests=32, draft=label)
+    (found,) = served(
+        trained, engine="sglang", options=options, requests=32, draft=label, dtype=DTYPES[label]
+    )
     lines = "\n".join(": ".join(line) for line in found.lines())
     print(lines)
-    assert found.as_trained, lines
+    assert not found.different, lines
+    assert len(found.outputs) <= PROMPTS // 50, lines  # in 16 bits and batches of 32
     assert found.lengths(range(PROMPTS))["engine"] > 1.3
-    assert len(found.ties) <= PROMPTS // 10
+    assert len(found.ties) <= PROMPTS // 5
