@@ -26,15 +26,9 @@ from capturing import (
 from draftcore_eval import selftest
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
-from draftcore_sdk.captures import (
-    REQUESTS,
-    CaptureSuite,
-    batch,
-    capture_target,
-    features_of,
-    of_the_process,
-)
+from draftcore_sdk.captures import REQUESTS, CaptureSuite, batch, capture_target, features_of
 from draftcore_sdk.images import picture
+from draftcore_sdk.memory import of_the_process
 from draftcore_sdk.suite import opened
 from draftcore_sdk.targets import tiny_target
 from draftcore_sglang.capture import SglangCapture
