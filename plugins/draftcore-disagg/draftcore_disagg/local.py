@@ -12,8 +12,10 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,8 @@ from draftcore_disagg.launcher import MEETING, Job, verdict
 PR_SET_PDEATHSIG = 1
 POLL_EVERY = 0.1  # seconds between two polls of the children
 STOP_TIMEOUT = 30.0  # seconds in which a child may end by itself after it was asked to
+# What a line of a log says that names an error.
+ERROR = re.compile(r"(?:^|\s)((?:[\w.]*Error|[\w.]*Exception): .*)")
 
 
 @dataclass
@@ -70,10 +74,28 @@ class Child:
 
     def tail(self, lines: int = 12) -> str:
         """The last lines of its log, for an error."""
+        return "\n".join(f"  {line}" for line in self._text().splitlines()[-lines:])
+
+    def errors(self, most: int) -> list[str]:
+        """The last errors that its log names, each once."""
+        return [*dict.fromkeys(ERROR.findall(self._text()))][-most:]
+
+    def end(self, seconds: float) -> None:
+        """Ask it and all that it started to end, and force that after so many seconds; harmless twice."""
+        process, self.process = self.process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _text(self) -> str:
         if self.log is None or not self.log.exists():
             return ""
-        text = regular(self.log).read_text(encoding="utf-8", errors="replace")
-        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+        return regular(self.log).read_text(encoding="utf-8", errors="replace")
 
 
 class LocalLauncher:
@@ -196,6 +218,13 @@ def end(children: Sequence[Child], seconds: float, asked: float = 1.0) -> None:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.0))
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def die_with_parent(parent: int) -> None:

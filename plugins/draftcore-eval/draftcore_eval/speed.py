@@ -22,15 +22,7 @@ from draftcore_eval.engines import Serving
 from draftcore_eval.runner import Prompts
 from draftcore_eval.served import Asking, folder_of, opened
 
-COUNTS = (
-    1,
-    2,
-    3,
-    5,
-    7,
-    10,
-    15,
-)  # drafts a round that are tried, and as many as the draft is set to
+COUNTS = (1, 2, 3, 5, 7, 10, 15)  # drafts a round that are tried, beside what the draft is set to
 FILE = "speed-{}.json"
 
 

@@ -6,6 +6,7 @@ and fewer drafts would be accepted than the same draft has elsewhere. So nothing
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +40,7 @@ NORMED_LAYER = {  # of Qwen3, and of drafts made like it
 ELSEWHERE = "serve it with sglang or vLLM: the export's README.md has the commands"
 
 
-class Method:
+class Method(ABC):
     """A kind of draft, as llama.cpp has it.
 
     `name` is that of llama.cpp's architecture; the server knows the method as `draft-NAME`. `outer` and
@@ -62,13 +63,13 @@ class Method:
         found = (config.get(self.inner) or {}).get(name)
         return config.get(name) if found is None else found
 
+    @abstractmethod
     def target_layers(self, config: Config) -> Sequence[int]:
         """Return the layers whose inputs the draft reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keys(self, config: Config) -> Mapping[str, Any]:
         """Return the keys beside those that all have; one that begins with a dot belongs to the name."""
-        raise NotImplementedError
 
     def refusals(self, config: Config) -> Iterator[str]:
         """Yield what else llama.cpp would serve wrongly, each with what to do."""
@@ -148,7 +149,8 @@ class DFlash(Method):
     }
     layer: ClassVar = NORMED_LAYER
     renamed: ClassVar = {
-        **{"model.": "", "encoder.fc.": "fc."},
+        "model.": "",
+        "encoder.fc.": "fc.",
         "encoder.output_norm_enc.": "hidden_norm.",
     }
     fixed: ClassVar = {

@@ -279,8 +279,8 @@ class CaptureSuite(Suite):
         """Gradients would hold what every layer computed, for as long as the features are held."""
         modes = [part.training for part in watch.model.modules()]
         features_of(open_capture(ALL), batch(0, 1))
-        watch.require_heard()
-        gradients, training = map(any, zip(*watch.heard, strict=True))
+        watch.require_runs_here()
+        gradients, training = map(any, zip(*watch.runs, strict=True))
         assert not gradients, "the target ran with gradients on"
         assert not training, "the target ran in training mode"
         after = [part.training for part in watch.model.modules()]
@@ -293,13 +293,13 @@ class CaptureSuite(Suite):
         for error in (LookupError("on purpose"), RuntimeError("CUDA error: on purpose")):
             watch.fails, raised = None, None
             capture = open_capture(ALL)
-            watch.heard, watch.fails = [], error  # a test of itself may have run the target here
+            watch.runs, watch.fails = [], error  # a test of itself may have run the target here
             try:
                 came = len(list(capture.features([batch(0, 1)])))
             except Exception as found:
                 raised = found
             else:
-                watch.require_heard()
+                watch.require_runs_here()
                 pytest.fail(f"the target raised {error!r}, and features of {came} batches came")
             final = isinstance(raised, BadRows | UsageError)
             assert not final, f"{error!r} of the target became {raised!r}, which is not tried again"
@@ -314,9 +314,9 @@ class CaptureSuite(Suite):
             capture = open_capture(ALL)
         except UsageError:
             return
-        watch.heard = []
+        watch.runs = []
         features_of(capture, batch(0))
-        watch.require_heard()
+        watch.require_runs_here()
         pytest.fail("it was opened: the target's `load_model().check()` says what is wrong")
 
     def test_batches_are_asked_for_as_features_are_taken(self, open_capture: Open) -> None:
@@ -399,21 +399,21 @@ def batch(
 
 
 class Watch:
-    """Hears how the target's first layer runs, where that is in this process, and may let it fail."""
+    """Notes how the target's first layer runs, where that is in this process, and may let it fail."""
 
     def __init__(self, decoder: Any) -> None:
         self.model = decoder.model
         self.fails: Exception | None = None
-        self.heard: list[tuple[bool, bool]] = []
+        self.runs: list[tuple[bool, bool]] = []
         self.hook = decoder.layers[0].register_forward_pre_hook(self)
 
     def __call__(self, layer: nn.Module, given: Any) -> None:
-        self.heard.append((torch.is_grad_enabled(), layer.training))
+        self.runs.append((torch.is_grad_enabled(), layer.training))
         if self.fails:
             raise self.fails
 
-    def require_heard(self) -> None:
-        if not self.heard:
+    def require_runs_here(self) -> None:
+        if not self.runs:
             pytest.skip(ELSEWHERE)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,23 +11,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from draftcore_disagg.local import Child
+from draftcore_disagg.local import Child, free_port
 
 from draftcore.contracts.run import RunEnded
 from draftcore.errors import UsageError, one_line, raised
-from draftcore.files import regular
 from draftcore.stopping import asked_to_stop
 from draftcore_sglang import INSTALL
 from draftcore_sglang.client import Server, ServerAway
 from draftcore_sglang.internals import LAUNCHER
 from draftcore_sglang.options import EngineOptions
-from draftcore_sglang.ranks import free_port
 
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}  # float32 products in float32, not in TF32
 STOP = 20.0  # seconds in which a server may end by itself
 VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
-# A line of its log that says what went wrong.
-CAUSE = re.compile(r"(?:^|\s)((?:[\w.]*Error|[\w.]*Exception): .*)")
 
 
 class Launched:
@@ -69,9 +63,8 @@ class Launched:
             process.wait(1)  # what broke a connection may be its end
         if (code := self.child.code) is None:
             return error
-        log = regular(Path(self.beside.name, "log")).read_text(encoding="utf-8", errors="replace")
         # It kills itself where one of its processes breaks, and its log says why; or somebody killed it.
-        causes = [*dict.fromkeys(CAUSE.findall(log))][-4:] or log.splitlines()[-6:] * (code > 0)
+        causes = self.child.errors(4) or self.child.tail(6).splitlines() * (code > 0)
         return ServerAway(
             "\n  ".join([
                 f"sglang has ended, with status {code}", *map(one_line, causes),
@@ -82,16 +75,8 @@ class Launched:
 
     def close(self) -> None:
         """End it; harmless twice."""
-        process, self.child.process = self.child.process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self.beside.cleanup()
+        self.child.end(STOP)
+        self.beside.cleanup()
 
 
 def require_sglang(python: str) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import torch.multiprocessing
+from draftcore_disagg.local import free_port
 from torch import Tensor
 
 from draftcore.errors import DraftcoreError
@@ -124,10 +124,3 @@ def serve(settings: Settings, rank: int, port: int, meeting: str, pipe: Connecti
     except Exception as error:
         pipe.send((True, str(error)))
         sys.exit(1)
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

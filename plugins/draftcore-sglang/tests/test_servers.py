@@ -29,6 +29,7 @@ from capturing import (
     target_that_sees,
     write_run,
 )
+from draftcore_disagg.local import free_port
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import (
@@ -46,7 +47,6 @@ from draftcore_sdk.serving import Serving
 from draftcore_sdk.suite import child_environment
 from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
-from draftcore_sglang.ranks import free_port
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import FIELD, Ask
 from draftcore_shm.store import ShmStore

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from draftcore_disagg.local import free_port
 from draftcore_sdk.engines import NEW, EngineSuite, require_rounds
 from draftcore_sdk.loopback import only_loopback
 from draftcore_sdk.serving import Serving
@@ -23,7 +24,6 @@ from draftcore_sglang import served as engines
 from draftcore_sglang.client import Server
 from draftcore_sglang.disagg import VARIABLE
 from draftcore_sglang.options import EngineOptions
-from draftcore_sglang.ranks import free_port
 from sglang_on_cpu import ARGUMENTS
 
 from draftcore.errors import DraftcoreError, UsageError

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,11 +20,10 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
-from draftcore_disagg.local import Child
+from draftcore_disagg.local import Child, free_port
 
 from draftcore.contracts.run import RunEnded
 from draftcore.errors import DraftcoreError, UsageError, one_line, raised
-from draftcore.files import regular
 from draftcore.stopping import asked_to_stop
 from draftcore.uris import parse_size
 from draftcore_vllm.internals import ENVIRONMENT, LAUNCHER, TESTED, VERSION, flags
@@ -35,8 +32,6 @@ from draftcore_vllm.options import Started
 KEY = "DRAFTCORE_VLLM_KEY"
 LARGEST = 64 << 20  # bytes of an answer; states are not in it
 STOP = 20.0  # seconds in which a server may end by itself
-# A line of vLLM's log that says what went wrong.
-CAUSE = re.compile(r"(?:^|\s)((?:[\w.]*Error|[\w.]*Exception): .*)")
 
 
 class ServerAway(DraftcoreError):  # noqa: N818  a state
@@ -141,8 +136,7 @@ class StartedServer(Server):
         }  # fmt: skip
         command = [python, "-m", LAUNCHER, *flags(ours, options.args, f"{key}args")]
         self.beside = tempfile.TemporaryDirectory(prefix="draftcore-vllm-")
-        self.log = Path(self.beside.name, "log")
-        self.child = Child("vLLM", command, self.log, dict(ENVIRONMENT))
+        self.child = Child("vLLM", command, Path(self.beside.name, "log"), dict(ENVIRONMENT))
         self.child.start()
         try:
             self._await(port, time.monotonic() + options.patience)
@@ -152,16 +146,8 @@ class StartedServer(Server):
 
     def close(self) -> None:
         """End it with all that it started; harmless twice."""
-        process, self.child.process = self.child.process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            self.beside.cleanup()
+        self.child.end(STOP)
+        self.beside.cleanup()
 
     def _await(self, port: int, deadline: float) -> None:
         while not listens(port):
@@ -179,11 +165,8 @@ class StartedServer(Server):
             process.wait(1)  # what broke the connection may be its end
         code = self.child.code
         state = f"does not answer: {why}" if code is None else f"has ended, with status {code}"
-        text = regular(self.log).read_text(encoding="utf-8", errors="replace")
-        causes = [*dict.fromkeys(CAUSE.findall(text))][-6:]
-        return ServerAway(
-            "\n  ".join([f"vLLM {state}", *map(one_line, causes or self._tail(code))])
-        )
+        causes = self.child.errors(6) or self._tail(code)
+        return ServerAway("\n  ".join([f"vLLM {state}", *map(one_line, causes)]))
 
     def _tail(self, code: int | None) -> list[str]:
         """Return the end of the log, unless a signal ended the server, of which it says nothing."""
@@ -217,10 +200,3 @@ def listens(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port), 1).close()
         return True
     return False
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
