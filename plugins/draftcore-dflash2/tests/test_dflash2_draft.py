@@ -36,7 +36,7 @@ class TestDFlash2(AlgorithmSuite):
     # Nine anchors are all of a learned answer, and a choice in the suite's long sample.
     options: ClassVar[dict[str, Any]] = {
         "num_layers": 2, "layers": [2, 5, 9], "block_size": 5, "num_anchors": 9,
-        "selector_rank": 24,
+        "selector_rank": 24, "selector_top_k": 64,
     }  # fmt: skip
 
 
