@@ -350,8 +350,8 @@ class Training(Suite):
     # ------------------------------------------------------------ forward_loss: gradients
 
     def test_gradients_reach_every_trainable_parameter(self, bench: Bench) -> None:
-        """At some step of a run: a schedule may hold a part back for a while."""
-        draft = bench.build()
+        """At some step of a run: a schedule, or weights that begin at 0, may hold a part back."""
+        draft = bench.shaken(0.1)
         for step in (1, STEPS // 2, STEPS):
             bench.loss(draft, bench.batch, step).numerator.backward()  # type: ignore[no-untyped-call]
         trainable = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
