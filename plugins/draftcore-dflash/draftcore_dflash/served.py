@@ -198,9 +198,11 @@ def read(folder: Path, server: str) -> ServedDraft:
     return ServedBackbone.of(server, config, tensors, backbone_shapes(config))
 
 
-def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_backbone(
+    folder: Path, server: str, architecture: str = ARCHITECTURE
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json's content, and the tensors under the names that servers give them."""
-    config, stored = shared.read_folder(folder, ARCHITECTURE)
+    config, stored = shared.read_folder(folder, architecture)
     if "transformer_layer_config" in config:
         raise UnservableError(
             "config.json is of the speculators layout, which has the same architecture name and "
