@@ -37,9 +37,9 @@ class MarkovHead(nn.Module):
 
     def forward(self, embedded_MSE: Tensor, hidden_MSH: Tensor) -> Tensor:
         """Return f of every row, [M, S, E], where the tokens before all rows are known."""
-        state_ME, factors = torch.zeros_like(embedded_MSE[:, 0]), list[Tensor]()
         if self.kind != "rnn":
             return self.step(embedded_MSE, hidden_MSH, embedded_MSE)[0]
+        state_ME, factors = torch.zeros_like(embedded_MSE[:, 0]), []
         for row in zip(embedded_MSE.unbind(1), hidden_MSH.unbind(1), strict=True):
             factor_ME, state_ME = self.step(*row, state_ME)
             factors.append(factor_ME)

@@ -7,11 +7,12 @@ from draftcore.contracts.offers import Offer
 
 EXAMPLE = {
     "num_layers": 2, "layers": [2, 5, 9], "block_size": 4, "num_anchors": 9, "markov_rank": 24,
-    "markov_head_type": "rnn", "confidence_head_with_markov": False, "confidence_threshold": 0.3,
-    "sliding_window": 6, "num_drafts": 3, "loss_decay_gamma": None, "ce_weight": 0.5,
+    "confidence_head_with_markov": False, "confidence_threshold": 0.3, "sliding_window": 6,
+    "num_drafts": 3, "loss_decay_gamma": None, "ce_weight": 0.5,
 }  # fmt: skip
+# What the confidence head learns depends on the draft and is held constant: `stop_gradient`.
 CAPABILITIES = "compile disagg layout:serving parallel served:sglang served:vllm sglang:DSPARK "
-CAPABILITIES += "vllm:dspark"
+CAPABILITIES += "stop_gradient vllm:dspark"
 
 
 @hookimpl

@@ -302,14 +302,21 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_golden_terms_and_every_gradient_of_speculators(name: str) -> None:
+LONG = pytest.mark.long  # the conformance suite compiles the first kind
+COMPILED = [pytest.param(f"markov_head_type={kind}", True, marks=LONG) for kind in ("gated", "rnn")]
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in CASES), *COMPILED])
+def test_golden_terms_and_every_gradient_of_speculators(name: str, compiled: bool) -> None:
     golden, case = SPECULATORS, CASES[name]
     prefix, terms = case.get("tensors_prefix", ""), case["terms"]
     draft = golden.draft(Speculators, prefix, **case.get("model_options", {}))
+    assert isinstance(draft, Speculators)
     alpha, gamma = case["confidence_head_alpha"], min(case["gamma"], 1e6)
     draft.options = DSparkOptions(confidence_weight=alpha, loss_decay_gamma=gamma)
     draft.shares = {OURS[n]: term["weight"] for n, term in terms.items() if n in OURS}
+    if compiled:
+        draft.compile(dynamic=True, fullgraph=True, backend="aot_eager")
     output = draft.loss_of(golden.batch(draft.config.layers), golden.blocks)
     rows = output.counts["accuracy"][1]
     for theirs, term in terms.items():
