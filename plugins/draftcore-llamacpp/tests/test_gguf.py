@@ -30,6 +30,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 2, "layers": [1, 2, 4]},
     "dflash": {**BLOCKS, **WINDOW, "is_causal": True},
     "domino": {**BLOCKS, "gru_hidden_dim": 8, "emb_dim": 8},
+    "dspark": {**BLOCKS, "markov_rank": 8},
 }
 
 
@@ -186,6 +187,7 @@ def nested(**fields: Any) -> Edit:
         ("dflash", nested(mask_token_id=None), "lacks mask_token_id"),
         ("dflash", lambda _, tensors: tensors.update(more=tensors["norm.weight"].clone()), "unknown more"),
         ("domino", nested(), "would leave out the draft's head, 'domino', in silence"),
+        ("dspark", nested(markov_head_type="gated"), "serve it with markov_head_type: 'vanilla'"),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_would_serve_otherwise_than_trained_is_refused(

@@ -36,6 +36,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], int]] = {  # options, steps
         40,
     ),
     "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 16, "loss_decay_gamma": 4}, 120),
+    "dspark": ({"num_layers": 2, "num_anchors": 16, "markov_rank": 64, "ce_weight": 1.0}, 120),
 }  # fmt: skip
 OPTIONS = LlamaCppOptions()
 
