@@ -314,27 +314,34 @@ def swiglu(x: Tensor, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
 def run_layer(
     server: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str,
     residual_SH: Tensor, query_SX: Tensor, key_TX: Tensor, sees_ST: Tensor,
+    mlp: Callable[[Tensor, Mapping[str, Tensor], str], Tensor] = swiglu,
 ) -> Tensor:  # fmt: skip
     """Run attention from what queries read over what keys and values do, and the MLP, on a residual.
 
     Queries stand at the last of the keys' positions. Heads of queries and keys are normed where the
-    layer, whose tensors begin with `prefix`, has norms for them.
+    layer, whose tensors begin with `prefix`, has norms for them; projections have biases where it has
+    them; attention is gated where a head's query is twice as wide, by its second half.
     """
     rope, eps, attn = served_rope(config, server), eps_of(config), f"{prefix}.self_attn"
-    _, _, width = head_shape(config)
+    heads, groups, width = head_shape(config)
     positions_T = torch.arange(len(key_TX), device=key_TX.device)
     query, key, value = (
-        torch.unflatten(x @ tensors[f"{attn}.{part}_proj.weight"].T, -1, (-1, width))
-        for part, x in (("q", query_SX), ("k", key_TX), ("v", key_TX))
-    )
+        torch.unflatten(
+            x @ tensors[f"{attn}.{part}_proj.weight"].T + tensors.get(f"{attn}.{part}_proj.bias", 0),
+            -1, (count, -1),
+        )
+        for part, x, count in (("q", query_SX, heads), ("k", key_TX, groups), ("v", key_TX, groups))
+    )  # fmt: skip
+    query, gate = query[..., :width], query[..., width:].flatten(1)
     if f"{attn}.q_norm.weight" in tensors:
         query = rms_norm(query, tensors[f"{attn}.q_norm.weight"], eps)
         key = rms_norm(key, tensors[f"{attn}.k_norm.weight"], eps)
     query = rotate(query, positions_T[-len(query) :], rope)
     attended = attend(query, rotate(key, positions_T, rope), value, sees_ST)
+    attended = attended * gate.sigmoid() if gate.numel() else attended
     residual_SH = residual_SH + attended @ tensors[f"{attn}.o_proj.weight"].T
     x_SH = rms_norm(residual_SH, tensors[f"{prefix}.post_attention_layernorm.weight"], eps)
-    return residual_SH + swiglu(x_SH, tensors, f"{prefix}.mlp")
+    return residual_SH + mlp(x_SH, tensors, f"{prefix}.mlp")
 
 
 def attend(query_SAD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sees_ST: Tensor) -> Tensor:
