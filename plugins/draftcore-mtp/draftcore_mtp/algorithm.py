@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from draftcore_eagle3.algorithm import Eagle3
 from draftcore_nn import batches
 from draftcore_nn.served import ServedDraft
 from draftcore_nn.target import dtype_name
-from torch import Tensor
 from torch.nn.functional import pad
 
 from draftcore.contracts.algorithm import (
-    Algorithm,
     DataSummary,
     Draft,
     DraftBatch,
@@ -23,18 +23,19 @@ from draftcore.contracts.algorithm import (
     StepOutput,
 )
 from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.serving import DisaggBatch, DraftInput, RowPart
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_mtp import config, served, serving
 from draftcore_mtp.drafter import MtpDrafter
 from draftcore_mtp.model import MtpDraft
-from draftcore_mtp.options import MtpOptions
 
 
-class Mtp(Algorithm):
-    """Trains the layer that a target brings, on its last states and the tokens of the data."""
+class Mtp(Eagle3):
+    """Trains the layer that a target brings, on its last states.
 
-    options: MtpOptions
+    Requests that were prefilled are taken over as EAGLE-3's are.
+    """
+
+    options: Any  # MtpOptions
 
     def feature_request(self, target: TargetSpec) -> FeatureRequest:
         config.from_target(target, self.options.init == "fresh" or bool(self.options.warm_start))
@@ -46,22 +47,13 @@ class Mtp(Algorithm):
 
     def collate(self, samples: Sequence[Sample]) -> DraftBatch:
         """Pad on the right; `loss_mask_BT` marks the *rows* whose token t+2 is to be learned."""
-
-        def rows(mask_T: Tensor) -> Tensor:
-            return pad(mask_T[2:], (0, min(2, len(mask_T))))
-
-        return batches.collate([replace(s, loss_mask_T=rows(s.loss_mask_T)) for s in samples])
+        masks = (pad(s.loss_mask_T[2:], (0, min(2, len(s.loss_mask_T)))) for s in samples)
+        pairs = zip(samples, masks, strict=True)
+        return batches.collate([replace(s, loss_mask_T=mask_T) for s, mask_T in pairs])
 
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
         assert isinstance(draft.module, MtpDraft)
         return draft.module.loss(batch)
-
-    def disagg_row(self) -> Sequence[RowPart]:
-        """Send the layer's own state, and its first proposals."""
-        return ("hidden", "topk")
-
-    def build_disagg_draft_input(self, batch: DisaggBatch, last_tokens: Tensor) -> DraftInput:
-        return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
 
     def drafter(self, draft: Draft, target: TargetModel) -> Drafter:
         assert isinstance(draft.module, MtpDraft)

@@ -14,8 +14,6 @@ from draftcore.errors import UsageError
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
 
-BLOCKS = "transformers.models.{0}.modeling_{0}:"
-
 
 @dataclass(frozen=True)
 class Family:
@@ -24,8 +22,8 @@ class Family:
     A name is `prefix`, where {layers} is the number of the target's layers, and ours with the beginning
     that `names` replaces. `count` is the config's field for the number of MTP layers. `bias` and
     `head_norms` (of queries and keys) hold where the config does not say. `hidden_first`: fc reads the
-    state before the embedding. `blank_first`: the embedding at position 0 is zero. `experts` is the class
-    of transformers' that computes the MLP, if that is a mixture of experts.
+    state before the embedding, which is zero at position 0. `experts` is the class of transformers' that
+    computes the MLP, if that is a mixture of experts.
     """
 
     prefix: str = "mtp."
@@ -36,37 +34,26 @@ class Family:
     bias: bool = False
     head_norms: bool = True
     hidden_first: bool = False
-    blank_first: bool = False
     experts: str = ""
 
-    def prefix_of(self, layers: int) -> str:
-        return self.prefix.format(layers=layers)
 
-
-def _named(fc: str, embedding: str, hidden: str, norm: str) -> dict[str, str]:
-    ours = ("fc.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "norm.")
-    theirs = (f"{name}." for name in (fc, embedding, hidden, norm))
-    return {**dict(zip(ours, theirs, strict=True)), "layers.0.": ""}
-
-
-PLAIN = Family()  # a layer of Qwen3, for targets whose kind has none
+OURS = ("fc.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "norm.", "layers.0.")
+GLM = ("eh_proj.", "enorm.", "hnorm.", "shared_head.norm.", "")
+MIMO = ("input_proj.", "token_layernorm.", "hidden_layernorm.", "final_layernorm.", "")
+COUNT = "num_nextn_predict_layers"
 QWEN = Family(gated=True, offset_norms=True)
-MIMO = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
-NEXT = "num_nextn_predict_layers"
 FAMILIES = {
-    "plain": PLAIN,
+    "plain": Family(),  # a layer of Qwen3, for targets whose kind has none
     "qwen3_5_text": QWEN,
-    "qwen3_5_moe_text": replace(
-        QWEN, experts=BLOCKS.format("qwen3_5_moe") + "Qwen3_5MoeSparseMoeBlock"
-    ),
-    "qwen3_next": replace(QWEN, experts=BLOCKS.format("qwen3_next") + "Qwen3NextSparseMoeBlock"),
+    "qwen3_5_moe_text": replace(QWEN, experts="Qwen3_5MoeSparseMoeBlock"),
+    "qwen3_next": replace(QWEN, experts="Qwen3NextSparseMoeBlock"),
     "glm4_moe": Family(
-        "model.layers.{layers}.", NEXT, _named("eh_proj", "enorm", "hnorm", "shared_head.norm"),
-        experts=BLOCKS.format("glm4_moe") + "Glm4MoeMoE",
+        "model.layers.{layers}.", COUNT, dict(zip(OURS, GLM, strict=True)),
+        experts="Glm4MoeMoE",
     ),
     "mimo": Family(
-        "model.mtp_layers.0.", NEXT, _named(*MIMO), bias=True, head_norms=False, hidden_first=True,
-        blank_first=True,
+        "model.mtp_layers.0.", COUNT, dict(zip(OURS, MIMO, strict=True)),
+        bias=True, head_norms=False, hidden_first=True,
     ),
 }  # fmt: skip
 
@@ -77,12 +64,32 @@ class MtpConfig(DecoderShape):
 
     family: str
     num_target_layers: int
-    bias: bool
+    attention_bias: bool
     head_norms: bool
 
     @property
     def kind(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def prefix(self) -> str:
+        """What the layer's names in files begin with."""
+        return self.kind.prefix.format(layers=self.num_target_layers)
+
+    def ours(self, name: str) -> str:
+        """Return what we call a tensor of the layer, of its name without the prefix."""
+        return _renamed(name, {theirs: ours for ours, theirs in self.kind.names.items()})
+
+    def theirs(self, name: str) -> str:
+        """Return its name in files, of ours."""
+        return self.prefix + _renamed(name, self.kind.names)
+
+
+def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
+    found = (
+        new + name.removeprefix(old) for old, new in beginnings.items() if name.startswith(old)
+    )
+    return next(found, name)
 
 
 def from_target(target: TargetSpec, new: bool) -> MtpConfig:
@@ -96,9 +103,9 @@ def from_target(target: TargetSpec, new: bool) -> MtpConfig:
     if family == "plain" and not new:
         known = ", ".join(name for name in FAMILIES if name != "plain")
         raise UsageError(
-            f"target {target.path!r} is of the type {text.model_type}, whose MTP layer, if it has one, "
-            f"this plugin cannot compute\n  known are those of {known}: others read keys from a latent "
-            "state, as DeepSeek's, or have several layers\n"
+            f"target {target.path!r} is of the type {text.model_type}; the MTP layer of that, if it has "
+            f"one, is not known here\n  known are those of {known}; not those that read keys from a "
+            "latent state, as DeepSeek's\n"
             "  set algorithm.options.init=fresh to train a new layer, or choose another algorithm"
         )
     kind = FAMILIES[family]
@@ -111,6 +118,6 @@ def from_target(target: TargetSpec, new: bool) -> MtpConfig:
         **shape_of_target(target, DecoderOptions()),
         family=family,
         num_target_layers=target.num_layers,
-        bias=bool(getattr(text, "attention_bias", kind.bias)) and family != "plain",
-        head_norms=bool(getattr(text, "use_qk_norm", kind.head_norms)) or family == "plain",
+        attention_bias=family != "plain" and bool(getattr(text, "attention_bias", kind.bias)),
+        head_norms=family == "plain" or bool(getattr(text, "use_qk_norm", kind.head_norms)),
     )

@@ -23,6 +23,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,9 +40,8 @@ from draftcore_mtp.config import MtpConfig
 
 if TYPE_CHECKING:
     from draftcore_mtp.options import MtpOptions
-    from draftcore_mtp.serving import Source
 
-Projected = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class OffsetNorm(RMSNorm):
@@ -71,27 +71,25 @@ class Attention(nn.Module):
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.gated = config.kind.gated
-        self.q_proj = nn.Linear(hidden, queries * (1 + self.gated), bias=config.bias)
-        self.k_proj = nn.Linear(hidden, keys, bias=config.bias)
-        self.v_proj = nn.Linear(hidden, keys, bias=config.bias)
+        self.q_proj = nn.Linear(hidden, queries * (1 + self.gated), bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, hidden, bias=False)
         norm = partial(norm_of, config) if config.head_norms else nn.Identity
         self.q_norm, self.k_norm = norm(self.head_dim), norm(self.head_dim)
 
     def project(self, x_H: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        """Return rotated queries [..., A, D] and keys [..., G, D], values, and the gate [..., A*D]."""
-        heads, gate = (-1, self.head_dim), None
-        query_AD = torch.unflatten(self.q_proj(x_H), -1, (-1, self.head_dim * (1 + self.gated)))
-        if self.gated:
-            query_AD, gate_AD = query_AD.chunk(2, -1)
-            gate = gate_AD.flatten(-2)
+        """Return rotated queries [..., A, D] and keys [..., G, D], values, and the gate [..., A*D].
+
+        Without one it has no columns.
+        """
+        wide, heads = self.head_dim * self.gated, (-1, self.head_dim)
+        query_AD = torch.unflatten(self.q_proj(x_H), -1, (-1, self.head_dim + wide))
+        query_AD, gate_AD = torch.split(query_AD, [self.head_dim, wide], -1)
         key_GD = self.k_norm(torch.unflatten(self.k_proj(x_H), -1, heads))
         value_GD = torch.unflatten(self.v_proj(x_H), -1, heads)
-        return rotate(self.q_norm(query_AD), cos, sin), rotate(key_GD, cos, sin), value_GD, gate
-
-    def finish(self, attended_AD: Tensor, gate: Tensor | None) -> Tensor:
-        attended = attended_AD.flatten(-2)
-        return self.o_proj(attended if gate is None else attended * gate.sigmoid())  # type: ignore[no-any-return]
+        query_AD, key_GD = rotate(self.q_norm(query_AD), cos, sin), rotate(key_GD, cos, sin)
+        return query_AD, key_GD, value_GD, gate_AD.flatten(-2)
 
 
 class DecoderLayer(nn.Module):
@@ -102,20 +100,25 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm_of(config, config.hidden_size)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = norm_of(config, config.hidden_size)
-        module, _, name = config.kind.experts.partition(":")
-        if module:
-            self.mlp = getattr(import_module(module), name)(copy.deepcopy(text))
+        self.gated, kind = config.kind.gated, config.family.removesuffix("_text")
+        if name := config.kind.experts:
+            module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+            self.mlp = getattr(module, name)(copy.deepcopy(text))
         else:
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def project(self, x_H: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         return self.self_attn.project(self.input_layernorm(x_H), cos, sin)
 
-    def finish(self, x_H: Tensor, attended_AD: Tensor, gate: Tensor | None) -> Tensor:
+    def finish(self, x_H: Tensor, attended_AD: Tensor, gate: Tensor) -> Tensor:
         """Add attention's output and the MLP; returns the layer's output."""
-        x_H = x_H + self.self_attn.finish(attended_AD, gate)
+        attended = (
+            attended_AD.flatten(-2) * gate.sigmoid() if self.gated else attended_AD.flatten(-2)
+        )
+        x_H = x_H + self.self_attn.o_proj(attended)
         normed_1NH = self.post_attention_layernorm(x_H).reshape(1, -1, x_H.shape[-1])
-        return x_H + self.mlp(normed_1NH).view_as(x_H)  # experts insist on three dimensions
+        output: Tensor = x_H + self.mlp(normed_1NH).view_as(x_H)  # experts insist on 3 dimensions
+        return output
 
 
 class Predictor(nn.Module):
@@ -132,7 +135,7 @@ class Predictor(nn.Module):
 
     def of_token(self, embedding_H: Tensor, positions: Tensor) -> Tensor:
         """Return what a token brings to the layer's input, [..., H], at rows of these positions."""
-        if self.kind.blank_first:
+        if self.kind.hidden_first:
             embedding_H = embedding_H.masked_fill((positions == 0)[..., None], 0)
         half_HH = self.fc.weight.chunk(2, 1)[self.kind.hidden_first]
         return functional.linear(self.pre_fc_norm_embedding(embedding_H), half_HH)
@@ -146,7 +149,8 @@ class Predictor(nn.Module):
 class MtpDraft(TargetVocabulary):
     """The layer with its loss: `forward` is the chain over a batch.
 
-    `source` are the target's files, for the export; `stored` the dtypes of the weights there.
+    For the export it knows the target's `folder`, the `files` of its tensors, and the dtypes in which the
+    layer's weights are `stored`.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ class MtpDraft(TargetVocabulary):
     ) -> None:  # fmt: skip
         super().__init__(embedding_VH, head_VH)
         self.config, self.options = config, options
-        self.source: Source | None = None
+        self.folder, self.files = Path(), dict[str, str]()
         self.stored = dict[str, torch.dtype]()
         self.mtp = Predictor(config, text)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
@@ -165,10 +169,6 @@ class MtpDraft(TargetVocabulary):
     @property
     def layer(self) -> Any:
         return self.mtp.layers[0]
-
-    @property
-    def fc(self) -> nn.Linear:
-        return self.mtp.fc
 
     def combine(self, features: Mapping[str, Tensor]) -> Tensor:
         """Return the target's last states, [..., H]."""
@@ -205,22 +205,28 @@ class MtpDraft(TargetVocabulary):
         losses = cross_entropy(hidden_KMH.flatten(0, 1), self.head, label_M.repeat(steps))
         with full_precision(tokens.device):
             loss_KM, best_KM = (torch.unflatten(x, 0, (steps, -1)) for x in losses)
-            loss_KM, weight_KM = loss_KM * there_KM, there_KM.to(loss_KM.dtype)
-            power_K = self.options.beta ** torch.arange(steps, device=tokens.device)
-            share_K = power_K.to(loss_KM.dtype) / power_K.sum()
-            loss_K, count_K = loss_KM.sum(-1), weight_KM.sum(-1)
+            weight_KM = there_KM.to(loss_KM.dtype)
+            power_K = self.options.beta ** torch.arange(
+                steps, device=tokens.device, dtype=loss_KM.dtype
+            )
+            loss_K, count_K = (loss_KM * weight_KM).sum(-1), weight_KM.sum(-1)
             right_K = ((best_KM == label_M) * weight_KM).sum(-1)
-            sums = {"accuracy": right_K, "loss": loss_K.detach()}
+            total = (power_K / power_K.sum() * loss_K).sum()
+        sums = {"accuracy": right_K, "loss": loss_K.detach()}
         counts = {f"{n}_{k}": (x[k], count_K[k]) for n, x in sums.items() for k in range(steps)}
-        return StepOutput((share_K * loss_K).sum(), count_K[0], counts)
+        return StepOutput(total, count_K[0], counts)
 
     def outputs(self, batch: DraftBatch, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return each step's normed output where a label is met, [K, M, H], and if there is such a row."""
         slots_KM, there_KM = rows.drafted(self.options.steps)
-        if self.options.chain == "rerun":
-            steps_K1 = torch.arange(len(slots_KM), device=slots_KM.device)[:, None]
-            slots_KM = (rows.supervised_M - steps_K1).clamp_min(0)
-        outputs = self.rerun(batch) if self.options.chain == "rerun" else self.unroll(batch, rows)
+        if self.options.chain == "served":
+            outputs = self.unroll(batch, rows)
+        else:
+            outputs, steps_K = (
+                self.rerun(batch),
+                torch.arange(len(slots_KM), device=slots_KM.device),
+            )
+            slots_KM = (rows.supervised_M - steps_K[:, None]).clamp_min(0)
         taken = [hidden.index_select(0, slots_KM[k]) for k, hidden in enumerate(outputs)]
         return torch.stack(taken), there_KM
 
@@ -235,9 +241,8 @@ class MtpDraft(TargetVocabulary):
         mtp, layer, steps = self.mtp, self.layer, self.options.steps
         (size, length), device = batch.token_ids_BT.shape, batch.token_ids_BT.device
         cos, sin = self.rotary(torch.arange(length + steps, device=device))
-        of_token, hidden = (
-            x.flatten(0, 1) for x in self.inputs(batch, rows.time_BT.view(size, length))
-        )
+        times_BT = rows.time_BT.view(size, length)
+        of_token, hidden = (x.flatten(0, 1) for x in self.inputs(batch, times_BT))
         x = mtp.join(of_token, hidden)
         query, key, value, gate = layer.project(x, cos[rows.time_BT], sin[rows.time_BT])
         # Some kernels take a while for each length that they meet for the first time.
@@ -248,8 +253,7 @@ class MtpDraft(TargetVocabulary):
         )
         active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
         cell_N = active_N + more * (active_N // length)
-        x, query = x.index_select(0, active_N), query.index_select(0, active_N)
-        gate = None if gate is None else gate.index_select(0, active_N)
+        x, query, gate = (y.index_select(0, active_N) for y in (x, query, gate))
         nothing = (len(active_N), key.shape[1], 0, key.shape[2])
         extra_key, extra_value = key.new_empty(nothing), key.new_empty(nothing)
         for step in range(steps):
@@ -267,13 +271,9 @@ class MtpDraft(TargetVocabulary):
         """Yield each step's normed output on all rows, [B*T, H], of the chain `rerun`."""
         times_T = torch.arange(batch.token_ids_BT.shape[1], device=batch.token_ids_BT.device)
         cos, sin = self.rotary(times_T)
-        # Of all tokens but the first one, which is at position 0 in no step.
-        of_token, hidden = self.inputs(batch, times_T + 1)
+        of_token, hidden = self.inputs(batch, times_T)
         for step in range(self.options.steps):
-            later = functional.pad(of_token[:, step:], (0, 0, 0, step))
-            if self.mtp.kind.blank_first:
-                later = later.masked_fill((times_T == 0)[:, None], 0)
-            x = self.mtp.join(later, hidden)
+            x = self.mtp.join(functional.pad(of_token[:, step:], (0, 0, 0, step)), hidden)
             query, key, value, gate = self.layer.project(x, cos, sin)
             query, key, value = (y.transpose(1, 2) for y in (query, key, value))
             attended = functional.scaled_dot_product_attention(

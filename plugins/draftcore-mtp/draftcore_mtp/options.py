@@ -16,19 +16,14 @@ class MtpOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     init: Literal["target", "fresh"] = Field(
-        "target",
-        description="target: start from the MTP layer in the target's files; fresh: from random "
-        "weights, also for a target that has none",
+        "target", description="the MTP layer in the target's files, or a new one of random weights"
     )
-    steps: int = Field(
-        3, ge=1, le=99, description="steps K of the chain: the layer is applied so often"
-    )
+    steps: int = Field(3, ge=1, le=99, description="steps K, in which the layer is applied again")
     beta: float = Field(0.6, gt=0, le=1, description="step k weighs beta^k, of a sum of 1")
     chain: Literal["served", "rerun"] = Field(
         "served",
-        description="served: a step is a row at the next position, which sees the rows of the first "
-        "step and its own steps before, as servers decode; rerun: every step runs all rows anew, "
-        "as FastMTP and speculators train",
+        description="served: each step is a row at the next position, as servers decode; rerun: each "
+        "step runs all rows anew at their own positions, as FastMTP and speculators train",
     )
     warm_start: Free[str | None] = Field(
         None, description="folder of an export to start from, in place of the target's own layer"

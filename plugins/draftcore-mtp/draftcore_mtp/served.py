@@ -9,7 +9,7 @@ that kind; embedding and head are the target's, or the layer's own where the fil
 token t + 1 and the state of token t after the final norm, and each draft the layer's own normed output.
 The two differ for GLM-4.5, where vLLM takes the embedding at position 0 for zero, as both do for MiMo;
 for MiMo, of which vLLM drafts one token; and for Qwen3.5 without its vision part, whose layer vLLM does
-not look for. All this is read in their sources of 2026, and not run.
+not look for. Experts are one group, as GLM-4.5's are. All this is read in their sources of 2026, and not run.
 
 Shape letters: S rows so far, H hidden, K drafts, V vocabulary, E experts, X chosen ones.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,16 @@ from torch import Tensor
 
 SERVERS = ("sglang", "vllm")
 QWEN, GLM, MIMO = "mtp.", "model.layers.{}.", "model.mtp_layers.0."
-BOTH = {
+KINDS = {
     "Qwen3NextForCausalLM": QWEN,
+    "Qwen3_5ForCausalLM": QWEN,
+    "Qwen3_5MoeForCausalLM": QWEN,
     "Qwen3_5ForConditionalGeneration": QWEN,
     "Qwen3_5MoeForConditionalGeneration": QWEN,
     "Glm4MoeForCausalLM": GLM,
     "MiMoForCausalLM": MIMO,
 }
-PREFIXES = {
-    "sglang": {**BOTH, "Qwen3_5ForCausalLM": QWEN, "Qwen3_5MoeForCausalLM": QWEN},
-    "vllm": BOTH,
-}
+UNKNOWN_TO_VLLM = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 # What the four parts around the layer are called, and where the layer's own names begin.
 PARTS = {
     QWEN: ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),
@@ -52,27 +51,18 @@ LAYER = "layer"  # what the layer's own names begin with here
 
 @dataclass(frozen=True)
 class ServedMtp:
-    """An export as `server` reads it; `config` is the text part, norms' weights are factors.
-
-    `suspects` sets `turned`: fc reads the other half first.
-    """
+    """An export as `server` reads it; `config` is the text part, norms' weights are factors."""
 
     server: str
     kind: str
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     ignored: tuple[str, ...] = ()
-    turned: bool = False
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        names = ("vocab_size", "hidden_size")
-        return {
-            **{name: self.config[name] for name in names},
-            "num_target_layers": self.config["num_hidden_layers"],
-            "rope_theta": shared.read_rope(self.config).get("rope_theta"),
-            "dtype": self.config.get("dtype") or self.config.get("torch_dtype"),
-        }
+        renamed = {"num_target_layers": self.config["num_hidden_layers"]}
+        return {**self.config, **shared.read_rope(self.config), **renamed}
 
     @property
     def most(self) -> int | None:
@@ -96,7 +86,7 @@ class ServedMtp:
         state_SH, finals = at.last_hidden_TH.float(), []
         for rows in range(len(known_T), len(tokens_S) + 1):
             parts = [embedded_SH[:rows], shared.rms_norm(state_SH, read[state], eps)]
-            if (self.kind == MIMO) != self.turned:
+            if self.kind == MIMO:
                 parts.reverse()
             x_SH = torch.cat(parts, -1) @ read[fc].T
             normed_SH = shared.rms_norm(x_SH, read[f"{LAYER}.input_layernorm.weight"], eps)
@@ -109,8 +99,6 @@ class ServedMtp:
         return torch.stack(finals) @ read.get("shared_head.head.weight", at.host.head_VH).T
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
-        cause = "fc reads embedding and state in the other order than this server gives them"
-        yield Suspect(cause, replace(self, turned=True))
         yield from shared.common_suspects(self, host, trained)
 
     def _experts(self, x_SH: Tensor, read: Mapping[str, Tensor], mlp: str) -> Tensor:
@@ -129,10 +117,8 @@ class ServedMtp:
         if self.config.get("norm_topk_prob", True):
             kept_SE = kept_SE / kept_SE.sum(-1, keepdim=True)
         for number in range(kept_SE.shape[1]):
-            expert = f"{mlp}.experts.{number}"
-            output_SH = output_SH + factor * kept_SE[:, number, None] * shared.swiglu(
-                x_SH, read, expert
-            )
+            given = shared.swiglu(x_SH, read, f"{mlp}.experts.{number}")
+            output_SH = output_SH + factor * kept_SE[:, number, None] * given
         return output_SH
 
 
@@ -140,16 +126,15 @@ def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
     shared.require_server(server, SERVERS)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found, known = config.get("architectures") or [], PREFIXES[server]
-    kind = next((known[name] for name in found if name in known), None)
+    found = config.get("architectures") or []
+    known = [name for name in KINDS if server == "sglang" or name not in UNKNOWN_TO_VLLM]
+    kind = next((KINDS[name] for name in found if name in known), None)
     if kind is None:
         raise UnservableError(
             f"config.json says architectures: {found}, and {server} has no MTP layer of that kind\n"
             f"  it has those of {', '.join(known)}"
         )
     text: dict[str, Any] = config.get("text_config") or config
-    if (text.get("n_group") or 1) > 1:
-        raise UnservableError("config.json says n_group, and groups of experts are not read here")
     prefix, tensors = kind.format(text["num_hidden_layers"]), dict[str, Tensor]()
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -183,17 +168,18 @@ def _named(kind: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
 def _shapes(kind: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a server fills, with the shapes that config.json gives them."""
     hidden, (heads, _, width) = config["hidden_size"], shared.head_shape(config)
-    layer: dict[str, tuple[int, ...]] = dict(shared.layer_shapes(config, hidden))
-    if kind == QWEN:
-        layer["self_attn.q_proj.weight"] = (2 * heads * width, hidden)
-    if kind == QWEN or config.get("use_qk_norm"):
-        layer |= {f"self_attn.{part}_norm.weight": (width,) for part in "qk"}
-    if config.get("num_experts") or config.get("n_routed_experts"):
-        layer = {name: shape for name, shape in layer.items() if not name.startswith("mlp.")}
-    layer |= {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     embedding, state, fc, norm, _ = PARTS[kind]
-    return {
-        f"{fc}.weight": (hidden, 2 * hidden),
-        **{f"{name}.weight": (hidden,) for name in (embedding, state, norm)},
-        **{f"{LAYER}.{name}": shape for name, shape in layer.items()},
-    }
+    inner = (f"{LAYER}.{name}_layernorm" for name in ("input", "post_attention"))
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        (f"{name}.weight" for name in (embedding, state, norm, *inner)), (hidden,)
+    )
+    shapes[f"{fc}.weight"] = (hidden, 2 * hidden)
+    moe = config.get("num_experts") or config.get("n_routed_experts")
+    for name, shape in shared.layer_shapes(config, hidden).items():
+        if not (moe and name.startswith("mlp.")):
+            shapes[f"{LAYER}.{name}"] = shape
+    if kind == QWEN:
+        shapes[f"{LAYER}.self_attn.q_proj.weight"] = (2 * heads * width, hidden)
+    if kind == QWEN or config.get("use_qk_norm"):
+        shapes |= {f"{LAYER}.self_attn.{part}_norm.weight": (width,) for part in "qk"}
+    return shapes

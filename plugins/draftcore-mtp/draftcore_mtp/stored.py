@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,48 +17,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftcore.errors import UsageError
-from draftcore_mtp.config import Family, MtpConfig
+from draftcore_mtp.config import MtpConfig
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-# Copies of the target's own that some files have with the layer; they are used, and not trained.
-EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"
 
 
-@dataclass(frozen=True)
-class Names:
-    """What tensors are called in files: by `prefix`, and in the words of a kind of target."""
-
-    kind: Family
-    prefix: str
-
-    @classmethod
-    def of(cls, config: MtpConfig) -> Names:
-        return cls(config.kind, config.kind.prefix_of(config.num_target_layers))
-
-    def ours(self, name: str) -> str:
-        """Return what we call a tensor, of its name without the prefix."""
-        for ours, theirs in self.kind.names.items():
-            if name.startswith(theirs):
-                return ours + name.removeprefix(theirs)
-        return name
-
-    def theirs(self, name: str) -> str:
-        for ours, theirs in self.kind.names.items():
-            if name.startswith(ours):
-                return self.prefix + theirs + name.removeprefix(ours)
-        return self.prefix + name
-
-
-def read(files: Mapping[str, str], names: Names, folder: Path) -> dict[str, Tensor]:
+def read(files: Mapping[str, str], config: MtpConfig, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of the layer by our names, in the stored dtypes, experts fused.
 
     Raises UsageError where there are none, and for a dtype that is no plain floating point.
     """
-    held = [name for name in files if name.startswith(names.prefix)]
+    held = [name for name in files if name.startswith(config.prefix)]
     if not held:
         some = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in files})[:6])
         raise UsageError(
-            f"{folder} holds no MTP layer: no tensor's name begins with {names.prefix!r}\n"
+            f"{folder} holds no MTP layer: no tensor's name begins with {config.prefix!r}\n"
             f"  its {len(files)} tensors are {some}, ...\n"
             "  a model that transformers saved has lost its MTP layer: take the published files, or set "
             "algorithm.options.init=fresh to train a new one"
@@ -68,11 +40,11 @@ def read(files: Mapping[str, str], names: Names, folder: Path) -> dict[str, Tens
     for file in sorted({files[name] for name in held}):
         with safe_open(file, framework="pt") as tensors:
             for name in (name for name in held if files[name] == file):
-                found[names.ours(name.removeprefix(names.prefix))] = tensors.get_tensor(name)
+                found[config.ours(name.removeprefix(config.prefix))] = tensors.get_tensor(name)
     for name, tensor in found.items():
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(
-                f"{names.theirs(name)} in {folder} is stored as {tensor.dtype}, a quantised layer\n"
+                f"{config.theirs(name)} in {folder} is stored as {tensor.dtype}, a quantised layer\n"
                 "  it cannot be trained: take the model before it was quantised"
             )
     return dict(fused(found))
@@ -94,11 +66,8 @@ def fused(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Undo `fused` for one tensor, where it holds experts."""
+    """Undo `fused` for the experts in one tensor."""
     owner, _, part = name.rpartition(".")
-    if not owner.endswith(".experts"):
-        yield name, tensor
-        return
     names = ("gate", "up") if part == "gate_up_proj" else ("down",)
     for number, expert in enumerate(tensor):
         for kind, weight in zip(names, expert.chunk(len(names)), strict=True):

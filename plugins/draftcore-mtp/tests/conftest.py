@@ -14,13 +14,12 @@ from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
     target,
 )
 
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
 
 @pytest.fixture(scope="session")
 def algorithm() -> Tiny:
-    return Tiny(
-        Mtp,
-        MtpOptions,
-        {"init": "fresh"},
-        features=["last_hidden"],
-        shape={"family": "qwen3_5", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
-    )
+    shape = {"family": "qwen3_5_text", "num_hidden_layers": 2, "rope_parameters": HALF}
+    layers = ["full_attention"] * 2  # of the target: the MTP layer is one of these
+    small = {"init": "fresh", "num_drafts": 4}
+    return Tiny(Mtp, MtpOptions, small, ["last_hidden"], {**shape, "layer_types": layers})
