@@ -63,7 +63,7 @@ Tensors = dict[str, Tensor]
 # Of a family: how its tiny target is, the names in its files, and who reads the layer as it was trained.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
     "qwen3_5_moe": (
-        {"config": {}}, ["mtp.fc", "mtp.pre_fc_norm_hidden", "mtp.layers.0.mlp.experts.3.up_proj"],
+        {**EXPERTS, **DELTA}, ["mtp.fc", "mtp.pre_fc_norm_hidden", "mtp.layers.0.mlp.experts.3.up_proj"],
         ("sglang", "vllm"),
     ),
     "qwen3_next": (
@@ -83,7 +83,7 @@ def randomised(draft: Draft) -> Draft:
     """Give a draft wide random weights, that the stored dtype can hold."""
     torch.manual_seed(3)
     with torch.no_grad():
-        for tensor in draft.module.mtp.state_dict().values():
+        for tensor in draft.module.get_submodule("mtp").state_dict().values():
             tensor.normal_(float(tensor.ndim == 1), 0.2)
             tensor.copy_(tensor.bfloat16())
     return draft
@@ -125,9 +125,9 @@ def test_a_layer_that_a_target_brings_is_one_of_its_own_and_servers_read_it(
     positions_1T, mask_TT = torch.arange(9)[None], torch.full((9, 9), -torch.inf).triu(1)
     angles = model.decoder.rotary_emb(x, positions_1T)
     theirs = own(x, position_embeddings=angles, attention_mask=mask_TT[None, None])
-    query, key, value, gate = module.layer.project(x, *module.rotary(positions_1T))
-    given = (y.transpose(1, 2) for y in (query, key, value))
-    attended = scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+    *heads, gate = module.layer.project(x, *module.rotary(positions_1T))
+    query, key, value = (y.transpose(1, 2) for y in heads)
+    attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     ours = module.layer.finish(x, attended.transpose(1, 2), gate)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -177,12 +177,12 @@ def test_an_export_is_the_target_with_another_layer_and_nothing_else(
     for file in bare.glob("token*"):
         (tmp_path / "bare" / file.name).write_bytes(file.read_bytes())
     folders = [tmp_path / name for name in ("bare", "whole", "trained")]
-    for algorithm, before, after in ((FRESH, *folders[:2]), (PLAIN, *folders[1:])):
+    for algorithm, before, after in zip((FRESH, PLAIN), folders, folders[1:], strict=False):
         target = TransformersTarget(str(before), device="cpu")
         draft = algorithm.build_draft(target, NO_DATA)
         with torch.no_grad():
             for parameter in draft.module.parameters():
-                parameter += 0.1 * torch.randn_like(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
         algorithm.export_draft(draft, after, "serving")
         old, new = (
             TransformersTarget(str(f), device="cpu").weight_files() for f in (before, after)

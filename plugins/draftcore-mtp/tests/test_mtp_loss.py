@@ -52,7 +52,8 @@ class Naive(comparisons.Naive):
 
     def rms(self, x: Tensor, name: str) -> Tensor:
         weight = self.w[f"mtp.{name}.weight"] + int(self.kind.offset_norms)
-        return x * (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt() * weight
+        factor: Tensor = (x.pow(2).mean() + self.config.rms_norm_eps).rsqrt() * weight
+        return x * factor
 
     def row(self, token: int, hidden: Tensor, position: int, blank: bool) -> Row:
         """The layer's input, its queries, keys and values, and the gate."""
