@@ -74,7 +74,7 @@ class Eagle3(Algorithm):
 
     def eval_metrics(self, report: Mapping[str, Any]) -> dict[str, float]:
         """Add what a round of decoding would yield by the held-out accuracies: 1 + a0 + a0*a1 + ..."""
-        accuracies = (report.get(f"accuracy_{k}", 0.0) for k in range(self.options.ttt_length))
+        accuracies = (report.get(f"accuracy_{k}", 0.0) for k in range(len(report)))
         length = 1 + sum(accumulate(accuracies, mul))
         return {"simulated_acceptance_length": length} if length > 1 else {}
 

@@ -58,7 +58,7 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def allocate(self, batch: int, max_len: int) -> DraftState:
-        config, weight = self.draft.config, self.draft.fc.weight
+        config, weight = self.draft.config, next(self.draft.parameters())
         rows, slots = self.num_drafts + 1, max_len + self.num_drafts + 1
         numbers = torch.zeros(batch, rows, dtype=torch.long, device=weight.device)
         return DraftState(
@@ -80,7 +80,7 @@ class Eagle3Drafter:
         tokens_BT = functional.pad(tokens_BT[:, 1:], (0, 1)).scatter(1, last_B1, next_B1)
         hidden_BTH = self.draft.combine(features)
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self._run(state, tokens_BT, hidden_BTH, positions_BT.expand_as(tokens_BT))
+        self.run_rows(state, tokens_BT, hidden_BTH, positions_BT.expand_as(tokens_BT))
         state.tokens_BP[:, 0] = next_B
         state.hidden_BPH[:, 0] = at(hidden_BTH, last_B)
         state.start_B.copy_(last_B)
@@ -97,7 +97,7 @@ class Eagle3Drafter:
         """
         offsets_P = torch.arange(self.num_drafts + 1, device=state.start_B.device)
         positions_BP = state.start_B[:, None] + offsets_P
-        output_BPH = self._run(state, state.tokens_BP, state.hidden_BPH, positions_BP)
+        output_BPH = self.run_rows(state, state.tokens_BP, state.hidden_BPH, positions_BP)
         last_B = (state.counts_B - 1).clamp_min(0)
         position_B1 = (state.start_B + last_B)[:, None]
         normed_BH, hidden_BH = self.draft.head_and_feedback(at(output_BPH, last_B))
@@ -105,7 +105,7 @@ class Eagle3Drafter:
         for step in range(1, self.num_drafts):
             token_B, _ = choices[-1]
             rows_B1 = token_B[:, None], hidden_BH[:, None], position_B1 + step
-            normed_BH, hidden_BH = self.draft.head_and_feedback(self._run(state, *rows_B1)[:, 0])
+            normed_BH, hidden_BH = self.draft.head_and_feedback(self.run_rows(state, *rows_B1)[:, 0])
             choices.append(self._choose(normed_BH, temperature, generator))
         return chain(choices)
 
@@ -131,7 +131,7 @@ class Eagle3Drafter:
             Eagle3Drafter(other, self.num_drafts, self.request.dtype),
         )
 
-    def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def run_rows(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""
         layer, rows = self.draft.midlayer, state.rows(self.draft.rotary, positions)
         qkv = layer.project(self.draft.embed(tokens), hidden)
