@@ -40,7 +40,7 @@ class Eagle3(Algorithm):
     """
 
     options: Any  # Eagle3Options, or those of an algorithm that derives from this one
-    module: type[model.Eagle3Draft] = model.Eagle3Draft
+    module: type[model.Backbone] = model.Eagle3Draft
     decoder: type[Eagle3Drafter] = Eagle3Drafter
     serving: Any = (
         serving  # a module with `read_config`, `fill`, `serving_config`, `serving_tensors`
@@ -56,7 +56,8 @@ class Eagle3(Algorithm):
             folder = Path(self.options.warm_start)
             shape = self.serving.read_config(folder, target, self.options)
         else:
-            shape = self.shape(target)
+            # What more a shape has may need the target's weights.
+            shape = config.DraftConfig(**config.backbone(target, self.options))
         return FeatureRequest(shape.layers, last_hidden=True, dtype=dtype_name(target.dtype))
 
     def build_draft(self, target: TargetSpec, data: DataSummary) -> Draft:
@@ -105,7 +106,7 @@ class Eagle3(Algorithm):
         return DraftInput(batch.hidden_BH, batch.topk_p_BK, batch.topk_index_BK, last_tokens)
 
     def drafter(self, draft: Draft, target: TargetModel) -> Drafter:
-        assert isinstance(draft.module, model.Eagle3Draft)
+        assert isinstance(draft.module, model.Backbone)
         return self.decoder(draft.module, self.options.num_drafts, dtype_name(target.dtype))
 
     def export_draft(self, draft: Draft, folder: Path, layout: str) -> None:

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_eagle3.model import Eagle3Draft, FirstLayer
+from draftcore_eagle3.model import Backbone, FirstLayer
 
 
 @dataclass
@@ -52,7 +52,7 @@ class NormedResidual(FirstLayer):
 class Eagle3Drafter:
     """Decodes with a draft in its own dtype and on its own device; see `contracts.algorithm.Drafter`."""
 
-    def __init__(self, draft: Eagle3Draft, num_drafts: int, dtype: str) -> None:
+    def __init__(self, draft: Backbone, num_drafts: int, dtype: str) -> None:
         self.draft, self.num_drafts = draft, num_drafts
         self.request = FeatureRequest(draft.config.layers, last_hidden=False, dtype=dtype)
 

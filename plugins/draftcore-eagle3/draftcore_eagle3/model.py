@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from draftcore_nn.batches import host_mask
@@ -42,7 +42,7 @@ from draftcore_eagle3.loss import Rows, distill
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
-    from draftcore_eagle3.options import BackboneOptions
+    from draftcore_eagle3.options import BackboneOptions, Eagle3Options
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [..., A, D] of queries, keys and values
@@ -117,8 +117,8 @@ class FirstLayer(DecoderLayer):
         return self.self_attn.project(x)
 
 
-class Eagle3Draft(TargetVocabulary):
-    """The draft with its loss: `forward` is one training-time test over a batch.
+class Backbone(TargetVocabulary):
+    """The network, without a loss.
 
     `ids_U` are the draft vocabulary's ascending target ids (None for the full vocabulary), and
     `target_logits` the scale and the soft cap of the target's logits.
@@ -127,7 +127,7 @@ class Eagle3Draft(TargetVocabulary):
     d2t: Tensor | None
 
     def __init__(
-        self, config: DraftConfig, options: Any, embedding_VH: Tensor,
+        self, config: DraftConfig, options: BackboneOptions, embedding_VH: Tensor,
         head_VH: Tensor | None, ids_U: Tensor | None,
         target_logits: tuple[float, float | None] = (1.0, None),
     ) -> None:  # fmt: skip
@@ -171,7 +171,11 @@ class Eagle3Draft(TargetVocabulary):
         normed_H = self.norm(output_H)
         return normed_H, normed_H if self.config.norm_output else output_H
 
-    # ------------------------------------------------------------ training
+
+class Eagle3Draft(Backbone):
+    """The draft with its loss: `forward` is one training-time test over a batch."""
+
+    options: Eagle3Options
 
     def loss(self, batch: DraftBatch) -> StepOutput:
         """Return the loss of a batch, see `forward`; what depends on the mask's values is found here."""
@@ -251,7 +255,7 @@ class Eagle3Draft(TargetVocabulary):
 
 def build(
     target: TargetSpec, config: DraftConfig, options: BackboneOptions, ids_U: Tensor | None,
-    kind: type[Eagle3Draft] = Eagle3Draft,
+    kind: type[Backbone] = Eagle3Draft,
 ) -> Draft:  # fmt: skip
     """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows.
 
@@ -270,6 +274,6 @@ def build(
         config=dataclasses.asdict(config),
         defaults=TrainingDefaults(lr=1e-4, warmup_ratio=0.015, clip=0.5),
         parameter_groups=[{"params": [p for p in module.parameters() if p.requires_grad]}],
-        frozen=Eagle3Draft.FROZEN,
+        frozen=Backbone.FROZEN,
         about=config.text(config.num_layers),
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from draftcore.contracts.target import TargetSpec
-    from draftcore_eagle3.model import Eagle3Draft
+    from draftcore_eagle3.model import Backbone
     from draftcore_eagle3.options import BackboneOptions
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -44,7 +44,7 @@ RENAMED = {"model.": "", "layers.0.": "midlayer."}
 # ---------------------------------------------------------------- export
 
 
-def serving_config(module: Eagle3Draft) -> dict[str, Any]:
+def serving_config(module: Backbone) -> dict[str, Any]:
     """Return config.json's content."""
     config = module.config
     return {
@@ -66,7 +66,7 @@ def serving_config(module: Eagle3Draft) -> dict[str, Any]:
     }
 
 
-def serving_tensors(module: Eagle3Draft) -> dict[str, Tensor]:
+def serving_tensors(module: Backbone) -> dict[str, Tensor]:
     """Return the tensors under their bare names.
 
     Layers after the first have one norm before attention, which vLLM knows by the name it has here, and

@@ -66,7 +66,12 @@ class TestExports(ExportSuite):
         "draft_vocab_size": 24, "layers": [0, 2, 6], "norm_output": True, "num_layers": 3,
     }  # fmt: skip
     free: ClassVar = {"loss": "lk_alpha", "layers": [6, 2, 0]}
-    against: ClassVar = {"num_layers": 2, "draft_vocab_size": 30, "layers": [0, 1, 2], "norm_output": False}
+    against: ClassVar = {
+        "num_layers": 2,
+        "draft_vocab_size": 30,
+        "layers": [0, 1, 2],
+        "norm_output": False,
+    }
     refused_configs: ClassVar = {
         "two sets of layers": (
             {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "two sets of captured layers",
