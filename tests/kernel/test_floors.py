@@ -286,7 +286,7 @@ DISTS = {**OURS, **EXAMPLES}
 PUBLIC = {"errors", "files", "options", "progress", "stopping", "tensors", "uris", "contracts"}
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "domino")}
+ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "domino", "peagle")}
 
 
 @cache
@@ -350,7 +350,7 @@ def test_a_dist_imports_what_is_public_and_names_what_it_requires(dist: str) -> 
         assert packages & known <= allowed, file
 
 
-def test_of_the_algorithms_dflash_alone_is_known_to_another_dist_which_is_domino() -> None:
+def test_of_the_algorithms_two_are_known_to_one_other_dist_each_that_derives_from_it() -> None:
     known = {
         (package, dist)
         for dist in DISTS
@@ -358,7 +358,9 @@ def test_of_the_algorithms_dflash_alone_is_known_to_another_dist_which_is_domino
         for package in {name.partition(".")[0] for name in named(file)[0]} | named(file)[1]
         if package in ALGORITHMS - {dist.replace("-", "_")}
     }
-    assert known == {("draftcore_dflash", "draftcore-domino")}
+    assert known == {
+        ("draftcore_dflash", "draftcore-domino"), ("draftcore_eagle3", "draftcore-peagle"),
+    }  # fmt: skip
 
 
 def test_the_examples_took_no_line_outside_their_folders() -> None:

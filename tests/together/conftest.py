@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3},
     "dflash": BLOCKS,
     "domino": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8},
+    "peagle": {"layers": [1, 2, 4], "num_layers": 2, "draft_vocab_size": 240, "num_depths": 3},
 }
 TWO_DRAFTS: dict[str, Any] = {
     label: {"algorithm": {"name": name, "options": OPTIONS[name]}}

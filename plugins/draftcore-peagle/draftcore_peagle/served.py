@@ -20,7 +20,8 @@ from draftcore_nn.served import Host, Round, ServedDraft, Suspect, UnservableErr
 from torch import Tensor
 
 SERVERS = ("vllm",)
-PARALLEL, MASK = "parallel_drafting", "pard_token"
+PARALLEL = "parallel_drafting"
+MASK = "mask_token_id", "pard_token", "ptd_token_id"  # the first that there is
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class ServedPEagle(ServedEagle3):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {**super().facts, "mask_token_id": self.config[MASK]}
+        return {**super().facts, "mask_token_id": mask_of(self.config)}
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Run the known rows, and a mask row for each draft but the first, whatever the drafts are."""
         read, masks = self.tensors_at(at), len(drafts_K)
-        last = [at.last, *[int(self.config[MASK])] * masks]
+        last = [at.last, *[mask_of(self.config)] * masks]
         tokens_S = torch.cat([at.tokens_T[1:], at.tokens_T.new_tensor(last)])
         known_TH = self.combine(read, [part.float() for part in at.hidden])
         masked_H = self.combine(read, [*read["mask_hidden"].flatten().chunk(len(at.hidden))])
@@ -46,8 +47,8 @@ class ServedPEagle(ServedEagle3):
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
         mask = trained.get("mask_token_id")
         yield Suspect(
-            f"{MASK} is {self.config[MASK]}, and the draft was trained with {mask}",
-            replace(self, config={**self.config, MASK: mask}),
+            f"mask token is {mask_of(self.config)}, and the draft was trained with {mask}",
+            replace(self, config={**self.config, MASK[0]: mask}),
         )
         yield from super().suspects(host, trained)
 
@@ -60,16 +61,23 @@ def read(folder: Path, server: str) -> ServedDraft:
         raise UnservableError(
             f"config.json does not say {PARALLEL}: true, and vLLM would draft one token after the other"
         )
-    shared.require_field(config, MASK)
-    wide = int(config.get("target_hidden_size") or config["hidden_size"])
-    needed = {"mask_hidden": (1, 1, 3 * wide), "embed_tokens.weight": tuple(shape_of(config))}
+    hidden = int(shared.require_field(config, "hidden_size"))
+    wide = 3 * int(config.get("target_hidden_size") or hidden)
+    embedding = (int(shared.require_field(config, "vocab_size")), hidden)
+    needed = {"mask_hidden": (1, 1, wide), "embed_tokens.weight": embedding}
     shared.require_tensors(stored, needed, "vLLM refuses the draft, or embeds as the target does")
+    mask_of(config)
     others = [name for name in OTHER_KINDS if name != PARALLEL]
     rest = {name: tensor for name, tensor in stored.items() if name != "mask_hidden"}
     tensors, ignored = named(config, rest, server, others)
     return ServedPEagle(server, config, {**tensors, "mask_hidden": stored["mask_hidden"]}, ignored)
 
 
-def shape_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the shape of an embedding."""
-    return int(config["vocab_size"]), int(config["hidden_size"])
+def mask_of(config: Mapping[str, Any]) -> int:
+    """Return the mask token's id; raises UnservableError where there is none."""
+    found = (config[name] for name in MASK if config.get(name) is not None)
+    if (mask := next(found, None)) is None:
+        raise UnservableError(
+            f"config.json has none of {', '.join(MASK)}, and vLLM refuses the draft"
+        )
+    return int(mask)

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that make drafts small
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
     "dflash": BLOCKS,
     "domino": {**BLOCKS, "gru_hidden_dim": 20, "emb_dim": 16},
+    "peagle": {"draft_vocab_size": 120, "num_layers": 2, "num_depths": 4},
 }
 WORDS = ["red", "green", "blue", "one", "two", "three", "sky", "sea", "def", "return"]
 
