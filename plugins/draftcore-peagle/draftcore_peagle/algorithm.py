@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.config import DraftConfig, backbone
@@ -23,6 +25,7 @@ from draftcore_peagle.drafter import PEagleDrafter
 from draftcore_peagle.model import PEagleDraft
 from draftcore_peagle.options import PEagleOptions
 
+logger = logging.getLogger(__name__)
 HEAD = ("lm_head.weight",)
 
 
@@ -56,3 +59,9 @@ class PEagle(Eagle3):
     def forward_loss(self, draft: Draft, batch: DraftBatch, context: StepContext) -> StepOutput:
         assert isinstance(draft.module, PEagleDraft)
         return draft.module.loss(batch, context)
+
+    def export_draft(self, draft: Draft, folder: Path, layout: str) -> None:
+        super().export_draft(draft, folder, layout)
+        logger.warning(
+            "vLLM alone serves this draft; sglang does not draft in parallel, and would serve it badly"
+        )

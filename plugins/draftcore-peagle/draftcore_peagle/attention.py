@@ -49,7 +49,10 @@ def attend(
     """Attend from every pair; returns [B, E, A, D]. Scores are scaled by D^-0.5."""
     query, key, value = (x.transpose(1, 2) for x in (query_BEAD, key_BEGD, value_BEGD))
     if isinstance(seen, Tensor):
-        found = functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+        # CUDA's fused kernel for a table takes no grouped heads.
+        share = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(share, 1) for x in (key, value))
+        found = functional.scaled_dot_product_attention(query, key, value, seen)
     else:
         from torch.nn.attention.flex_attention import flex_attention
 

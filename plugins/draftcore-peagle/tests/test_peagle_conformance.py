@@ -77,8 +77,10 @@ def test_a_fresh_draft_has_the_targets_embedding_to_train_and_its_head_if_wanted
 
 
 def test_an_export_says_what_vllm_reads_and_published_spellings_are_read(
-    draft: Draft, exported: Path, target: TargetSpec
+    draft: Draft, exported: Path, target: TargetSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (said,) = caplog.get_records("setup")
+    assert said.getMessage().startswith("vLLM alone serves this draft; sglang does not")
     data, tensors = config_of(exported), load_file(exported / "model.safetensors")
     expected = {
         "parallel_drafting": True, "pard_token": 5, "ptd_token_id": 5, "num_hidden_layers": 2,
