@@ -286,7 +286,7 @@ DISTS = {**OURS, **EXAMPLES}
 PUBLIC = {"errors", "files", "options", "progress", "stopping", "tensors", "uris", "contracts"}
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-NAMES = "eagle3", "dflash", "dflash2", "domino", "mtp"
+NAMES = "eagle3", "dflash", "dflash2", "domino", "dspark", "mtp", "peagle"
 ALGORITHMS = {f"draftcore_{name}" for name in NAMES}
 
 
@@ -360,8 +360,8 @@ def test_of_the_algorithms_two_are_known_to_others_that_are_made_of_them() -> No
         if package in ALGORITHMS - {dist.replace("-", "_")}
     }
     assert known == {
-        *(("draftcore_dflash", f"draftcore-{name}") for name in ("dflash2", "domino")),
-        ("draftcore_eagle3", "draftcore-mtp"),
+        *(("draftcore_dflash", f"draftcore-{name}") for name in ("dflash2", "domino", "dspark")),
+        *(("draftcore_eagle3", f"draftcore-{name}") for name in ("mtp", "peagle")),
     }
 
 

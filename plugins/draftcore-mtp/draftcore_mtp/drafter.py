@@ -34,9 +34,7 @@ class MtpDrafter(Eagle3Drafter):
         """Yield nothing: no engine is known to compute an MTP layer otherwise."""
         yield from ()
 
-    def run_rows(
-        self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor
-    ) -> Tensor:
+    def run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""
         mtp, layer = self.draft.mtp, self.draft.layer
         rows = state.rows(self.draft.rotary, positions)
