@@ -11,21 +11,21 @@ samples and steps on a CPU. `step` adds the time of a compiled step at Qwen3-8B'
 matrix products and its memory (`step.py`), on a GPU. Results stand in OUT/ladder.json as soon as they are
 there, also what failed; a second start goes on. After --seconds what runs is stopped, behind a checkpoint.
 
-`write` merges such files into `docs/methods.json` and makes the page's tables of it; what was measured
-later replaces what was there, but no failure replaces a figure.
+`write` merges such files into `docs/methods.json` and makes the page's tables of it (`ladder_page.py`). What
+a later file says replaces what was there, but no failure replaces a figure.
 """
 
 import argparse
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -34,9 +34,8 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, FIGURES = ROOT / "docs" / "methods.md", ROOT / "docs" / "methods.json"
 RULER = ROOT / "benchmarks" / "ruler.yaml"
-NONE = "not measured"
+PAGE, FIGURES = ROOT / "docs" / "methods.md", ROOT / "docs" / "methods.json"
 # What a CPU can do in some minutes; the ruler's settings beside these.
 SMALL: dict[str, dict[str, Any]] = {
     "data": {"limit": 400},
@@ -188,9 +187,10 @@ class Ladder:
         try:
             if log := self.draftcore("train", name, config) or self.draftcore("eval", name, config):
                 return self.results.add(label, seed, failure(log))
-            report = json.loads((self.out / name / "eval" / "report.json").read_text())
+            text = (self.out / name / "eval" / "report.json").read_text()
+            report = json.loads(text, parse_float=lambda number: round(float(number), 4))
             found = {theirs: report[ours] for ours, theirs in TAKEN.items()}
-            self.results.add(label, seed, {**found, "step": report["about"].get("step")})
+            self.results.add(label, seed, {**found, "step": report["about"]["step"]})
         except Late:
             print(f"{label} {seed}: the time is over; the same command goes on", flush=True)
         except Exception as error:  # the others go on
@@ -215,133 +215,12 @@ def step(given: argparse.Namespace) -> None:
         results.add(label, case, {key: found[key] for key in STEP if key in found})
 
 
-# ---------------------------------------------------------------- the page
-
-
-def installed() -> dict[str, tuple[str, str]]:
-    """Return the dist and the servers of each algorithm that is installed, by what it says itself."""
-    from draftcore_llamacpp.methods import GROUP, METHODS
-    from importlib_metadata import entry_points
-
-    from draftcore.plugins.registry import load_plugins
-
-    found = dict[str, tuple[str, str]]()
-    own = {method.name for method in METHODS.values()}  # tables of draftcore-llamacpp, and of dists
-    brought = {entry.dist.name for entry in entry_points(group=GROUP) if entry.dist}
-    for plugin in load_plugins().ready:
-        for offer in (o for o in plugin.offers if o.kind == "algorithm"):
-            says = {c.partition(":")[2] for c in offer.capabilities if c.startswith("served:")}
-            if offer.name in own or plugin.dist in brought:
-                says.add("llama.cpp")
-            found[offer.name] = plugin.dist, ", ".join(sorted(says)) or "none"
-    return found
-
-
-def captured(name: str) -> str:
-    """Say what a token's features take, of a target of Qwen3-8B's config, by the default options."""
-    from draftcore_tools.recipes import recipes
-
-    from draftcore import open_run
-
-    options = {"init": "fresh"} if name == "mtp" else {}  # Qwen3 brings no layer
-    with tempfile.TemporaryDirectory() as folder:
-        config = recipes()["qwen3-8b"].config
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        about = {"run": f"{folder}/run", "target": {"path": folder}}
-        with open_run({**about, "algorithm": {"name": name, "options": options}}) as run:
-            request = run.drafts[0].request()
-            return f"{len(request.names)} states, {request.token_bytes(run.width) // 1024} KiB"
-
-
-def table(head: str, rows: Iterable[Sequence[str]]) -> str:
-    names = [name.strip() for name in head.split("|")]
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def overview(figures: Figures) -> str:
-    rows = []
-    for name, (dist, servers) in sorted(installed().items()):
-        length, _ = mean(figures.get("ruler", {}).get(name, {}))
-        timed = next(iter(figures.get("step", {}).get(name, {}).values()), {})
-        ratio = f"{timed['ratio']:.2f}" if "ratio" in timed else NONE
-        rows.append((f"`{name}`", f"`{dist}`", captured(name), servers, length, ratio))
-    return table("method | dist | captured a token | served by | ruler | step", rows)
-
-
-def lengths(setting: str, figures: Figures) -> str:
-    """Show acceptance of each draft: by seed, their mean, and by position."""
-    drafts = figures.get(setting, {})
-    labels = [*yaml.safe_load(RULER.read_text())["drafts"]]
-    seeds = sorted({seed for entries in drafts.values() for seed in entries}) or ["0"]
-    rows = []
-    for label in [*labels, *sorted(drafts.keys() - set(labels))]:
-        entries = drafts.get(label, {})
-        average, by_position = mean(entries)
-        cells = (shown(entries.get(seed)) for seed in seeds)
-        rows.append((f"`{label}`", *cells, *[average] * (len(seeds) > 1), by_position))
-    several = " | mean" if len(seeds) > 1 else ""
-    head = f"draft | {' | '.join(f'seed {seed}' for seed in seeds)}{several} | by position"
-    return f"{table(head, rows)}\n\n{when(drafts)}"
-
-
-def shown(entry: Mapping[str, Any] | None) -> str:
-    if entry is None:
-        return NONE
-    if "error" in entry:
-        return "failed"
-    low, high = entry["interval"]
-    return f"{entry['length']:.2f} ({low:.2f} to {high:.2f})"
-
-
-def mean(entries: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the mean length of all seeds and the mean shares by position, as text."""
-    good = [entry for entry in entries.values() if "length" in entry]
-    if not good:
-        return NONE, NONE
-    shares = zip(*(entry["by_position"] for entry in good), strict=True)
-    by_position = " ".join(f"{sum(share) / len(good):.2f}" for share in shares)
-    return f"{sum(entry['length'] for entry in good) / len(good):.2f}", by_position
-
-
-def steps(figures: Figures) -> str:
-    drafts, rows = figures.get("step", {}), []
-    for name in sorted({*installed(), *drafts}):
-        for case, found in drafts.get(name, {"": {}}).items():
-            cells = (
-                str(found.get(key, NONE)) for key in ("ms", "products_ms", "ratio", "peak_gib")
-            )
-            rows.append((f"`{case or CASES.get(name, name)}`", *cells))
-    head = "case | ms | products, ms | ratio | peak, GiB"
-    return f"{table(head, rows)}\n\n{when(drafts)}"
-
-
-def when(drafts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    found = [e for entries in drafts.values() for e in entries.values() if "error" not in e]
-    pairs = sorted({(entry["date"], entry["device"]) for entry in found})
-    return (
-        f"Measured {'; '.join(f'{day}, {on}' for day, on in pairs)}." if pairs else "Not measured."
-    )
-
-
-def page(text: str, figures: Figures) -> str:
-    """Return the page with its tables made anew; what stands around them is left as it is."""
-    made = {
-        "methods": overview(figures), "ruler": lengths("ruler", figures),
-        "small": lengths("small", figures), "step": steps(figures),
-    }  # fmt: skip
-    for name, content in made.items():
-        begin, end = f"<!-- {name}: by benchmarks/ladder.py write -->", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
-    return text
-
-
 def write(files: Sequence[Path]) -> None:
     figures: Figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     for file in files:
         merge(figures, json.loads(file.read_text()))
     write_json(FIGURES, figures)
+    page = runpy.run_path(str(Path(__file__).with_name("ladder_page.py")))["page"]
     PAGE.write_text(page(PAGE.read_text(), figures))
 
 
