@@ -95,8 +95,8 @@ class DFlash2Draft(Backbone):
         sample_M1, before_MS = blocks.sample_M[:, None], (targets.index_MS - 1).clamp_min(0)
         hidden_RH = targets.take(hidden_MSH)
         if options.labels == "teacher":
-            last_BTH = batch.features["last_hidden"].to(hidden_RH.dtype)
-            labels = targets.take(last_BTH[sample_M1, before_MS])
+            last_BTH = batch.features["last_hidden"]
+            labels = targets.take(last_BTH[sample_M1, before_MS]).to(hidden_RH.dtype)
         else:
             labels = targets.take(batch.token_ids_BT[sample_M1, targets.index_MS])
         query_RE = selector.query(
