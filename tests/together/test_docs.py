@@ -202,12 +202,13 @@ def test_the_tables_list_the_options_that_there_are_and_their_defaults(name: str
     assert checked > 3
 
 
-def test_what_the_readme_of_domino_adds_is_what_domino_has_more() -> None:
-    listed = {name for names, _ in option_rows("draftcore-domino") for name in names}
-    domino = set(fields_of("draftcore_domino.options:DominoOptions"))
+@pytest.mark.parametrize(("name", "model"), [("domino", "Domino"), ("dspark", "DSpark")])
+def test_a_readme_adds_what_an_algorithm_has_more_than_its_backbone(name: str, model: str) -> None:
+    listed = {name for names, _ in option_rows(f"draftcore-{name}") for name in names}
+    own = set(fields_of(f"draftcore_{name}.options:{model}Options"))
     dflash = set(fields_of("draftcore_dflash.options:DFlashOptions"))
-    assert listed == domino - dflash
-    assert dflash - domino == {"loss", "dpace_alpha"}
+    assert listed == own - dflash
+    assert dflash - own == {"loss", "dpace_alpha"}
 
 
 def test_the_glossary_has_one_entry_a_word_and_says_where_it_lives() -> None:
