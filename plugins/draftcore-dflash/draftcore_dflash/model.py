@@ -200,11 +200,8 @@ class DFlashDraft(Backbone):
         options, hidden_MSH = self.options, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
         label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
-        hidden_RH, weight_MS = (
-            targets.take(hidden_MSH),
-            targets.weights(options.loss_decay_gamma, exact),
-        )
-        denominator = weight_MS.sum()
+        weight_MS = targets.weights(options.loss_decay_gamma, exact)
+        hidden_RH, denominator = targets.take(hidden_MSH), weight_MS.sum()
         if options.distils:
             mixture: dict[str, float] = {options.loss: 1.0}
             found = self.compare(batch, blocks, targets, hidden_RH, label_R, weight_MS, mixture)

@@ -200,7 +200,7 @@ def test_loss_and_gradients_equal_a_naive_draft(
     make_draft: MakeDraft,
     make_samples: MakeSamples,
 ) -> None:
-    draft = make_draft(of=make_target(**shape), **options)
+    draft = make_draft(of=(target := make_target(**shape)), **options)
     module, samples = draft.module, make_samples(11, 6, 9)
     assert isinstance(module, DFlashDraft)
     assert (module.target_head is None) is ("tie_word_embeddings" in shape)
@@ -208,6 +208,8 @@ def test_loss_and_gradients_equal_a_naive_draft(
     use_exact_frequencies(module, theta)
     module.target_logits = (0.5, 4.0)  # of a target that scales and caps
     settings = DFlashOptions(**{"block_size": 4, "num_anchors": 5, **options})
+    distils = settings.loss in ("kl", "tv", "lk_alpha", "lk_lambda")
+    assert DFlash(settings).feature_request(target).last_hidden is distils
     output = DFlash(OPTIONS).forward_loss(draft, DFlash(settings).collate(samples), CONTEXT)
     require_naive(draft, output, Naive(module, theta).loss(samples, settings), rtol=1e-9)
 
