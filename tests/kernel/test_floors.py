@@ -286,7 +286,7 @@ DISTS = {**OURS, **EXAMPLES}
 PUBLIC = {"errors", "files", "options", "progress", "stopping", "tensors", "uris", "contracts"}
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "dflash2", "domino")}
+ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "dflash2", "domino", "dspark")}
 
 
 @cache
@@ -358,7 +358,9 @@ def test_of_the_algorithms_dflash_alone_is_known_to_others_which_derive_from_it(
         for package in {name.partition(".")[0] for name in named(file)[0]} | named(file)[1]
         if package in ALGORITHMS - {dist.replace("-", "_")}
     }
-    assert known == {("draftcore_dflash", f"draftcore-{name}") for name in ("dflash2", "domino")}
+    assert known == {
+        ("draftcore_dflash", f"draftcore-{name}") for name in ("dflash2", "domino", "dspark")
+    }
 
 
 def test_the_examples_took_no_line_outside_their_folders() -> None:

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": BLOCKS,
     "dflash2": {**BLOCKS, "selector_rank": 8, "selector_top_k": 6},
     "domino": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8},
+    "dspark": {**BLOCKS, "markov_rank": 8},
 }
 TWO_DRAFTS: dict[str, Any] = {
     label: {"algorithm": {"name": name, "options": OPTIONS[name]}}

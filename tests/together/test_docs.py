@@ -202,7 +202,9 @@ def test_the_tables_list_the_options_that_there_are_and_their_defaults(name: str
     assert checked > 3
 
 
-@pytest.mark.parametrize(("name", "model"), [("domino", "Domino"), ("dflash2", "DFlash2")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("domino", "Domino"), ("dflash2", "DFlash2"), ("dspark", "DSpark")]
+)
 def test_a_readme_adds_what_an_algorithm_has_more_than_its_backbone(name: str, model: str) -> None:
     listed = {name for names, _ in option_rows(f"draftcore-{name}") for name in names}
     own = set(fields_of(f"draftcore_{name}.options:{model}Options"))

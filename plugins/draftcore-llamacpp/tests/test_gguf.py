@@ -31,6 +31,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "dflash": {**BLOCKS, **WINDOW, "is_causal": True},
     "dflash2": {**BLOCKS, "selector_rank": 8, "selector_top_k": 6},
     "domino": {**BLOCKS, "gru_hidden_dim": 8, "emb_dim": 8},
+    "dspark": {**BLOCKS, "markov_rank": 8},
 }
 
 
@@ -210,6 +211,7 @@ def nested(**fields: Any) -> Edit:
         ("dflash2", nested(selector_rank=None), "lacks selector_rank"),
         ("dflash2", nested(output_multiplier=0.5), "has output_multiplier: 0.5"),
         ("domino", nested(), "would leave out the draft's head, 'domino', in silence"),
+        ("dspark", nested(markov_head_type="gated"), "serve it with markov_head_type: 'vanilla'"),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_would_serve_otherwise_than_trained_is_refused(

@@ -28,10 +28,10 @@ def overfit(tmp_path: Path, write_run: Any, cli: Callable[..., Result]) -> Overf
 def test_every_algorithm_learns_one_conversation_one_draft_after_the_other(
     overfit: Overfit, tmp_path: Path
 ) -> None:
-    result = overfit(["eagle3", "dflash", "dflash2", "domino"], "--row", "2")
+    result = overfit(["eagle3", "dflash", "dflash2", "domino", "dspark"], "--row", "2")
     assert result.exit_code == 0, result.output
-    _, *parts = re.split(r"^(eagle3|dflash2?|domino):\n", result.stdout, flags=re.MULTILINE)
-    assert parts[::2] == ["dflash", "dflash2", "domino", "eagle3"], "as YAML sorts them"
+    _, *parts = re.split(r"^(eagle3|dflash2?|domino|dspark):\n", result.stdout, flags=re.MULTILINE)
+    assert parts[::2] == ["dflash", "dflash2", "domino", "dspark", "eagle3"], "as YAML sorts them"
     for label, text in zip(parts[::2], parts[1::2], strict=True):
         lines = text.splitlines()
         assert lines[0] == "prompt of 22 tokens, the target's own answer has 49"

@@ -38,6 +38,7 @@ BOTH = "sglang vllm"
         ("dflash", {"sliding_window": 6, "is_causal": False}, BOTH),
         ("domino", {}, "sglang"),
         ("domino", {"shift_label": False}, "sglang"),
+        ("dspark", {}, BOTH),
     ],
 )
 def test_an_export_agrees_with_its_checkpoint(
