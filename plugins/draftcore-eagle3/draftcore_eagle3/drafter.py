@@ -105,7 +105,9 @@ class Eagle3Drafter:
         for step in range(1, self.num_drafts):
             token_B, _ = choices[-1]
             rows_B1 = token_B[:, None], hidden_BH[:, None], position_B1 + step
-            normed_BH, hidden_BH = self.draft.head_and_feedback(self.run_rows(state, *rows_B1)[:, 0])
+            normed_BH, hidden_BH = self.draft.head_and_feedback(
+                self.run_rows(state, *rows_B1)[:, 0]
+            )
             choices.append(self._choose(normed_BH, temperature, generator))
         return chain(choices)
 
@@ -131,7 +133,9 @@ class Eagle3Drafter:
             Eagle3Drafter(other, self.num_drafts, self.request.dtype),
         )
 
-    def run_rows(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def run_rows(
+        self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor
+    ) -> Tensor:
         """Run rows [B, R] at their positions through the layer, writing their cache slots."""
         layer, rows = self.draft.midlayer, state.rows(self.draft.rotary, positions)
         qkv = layer.project(self.draft.embed(tokens), hidden)
