@@ -199,7 +199,7 @@ def test_the_tables_list_the_options_that_there_are_and_their_defaults(name: str
             if len(names) == len(given) and re.fullmatch(r"[\d.]+(e-?\d+)?|true|false", pair[1]):
                 assert (pair[0], yaml.safe_load(pair[1])) in fields
                 checked += 1
-    assert checked > 3
+    assert checked > 2
 
 
 @pytest.mark.parametrize(
