@@ -230,7 +230,8 @@ class Eagle3Draft(Backbone):
         embedded = first.input_layernorm(self.embed(next_tokens))
         from_token = functional.linear(embedded, embedding_half)
         hidden = self.combine(batch.features).flatten(0, 1)
-        row_N, seen = torch.arange(count, device=embedded.device), list[Keys]()
+        row_N = torch.arange(count, device=embedded.device)
+        seen: list[Keys] = []
         for step in range(steps):
             later_N = (row_N + step).clamp_max(count - 1)
             angles = cos[rows.time_BT[row_N] + step], sin[rows.time_BT[row_N] + step]
