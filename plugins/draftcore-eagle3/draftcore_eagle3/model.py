@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
     from draftcore_eagle3.options import BackboneOptions, Eagle3Options
 
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [..., A, D] of queries, keys and values
 
 
@@ -152,6 +151,7 @@ class Backbone(TargetVocabulary):
 
     @property
     def target_dtype(self) -> torch.dtype:
+        """The dtype of the target's tensors, in which servers compute."""
         return (self.embed_tokens if self.target_head is None else self.target_head).dtype
 
     def stack(self) -> list[DecoderLayer]:
