@@ -25,7 +25,7 @@ from draftcore_nn.layers import (
     full_precision,
     rotate,
 )
-from draftcore_nn.losses import cross_entropy
+from draftcore_nn.losses import DistributionLosses, cross_entropy, distribution_losses
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
@@ -97,7 +97,9 @@ class DecoderLayer(nn.Module):
 
 
 class Backbone(TargetVocabulary):
-    """The block decoder, without a loss."""
+    """The block decoder, without a loss. `target_logits` are the scale and soft cap of the target's."""
+
+    target_logits: tuple[float, float | None] = (1.0, None)
 
     layer: ClassVar[type[DecoderLayer]] = DecoderLayer
 
@@ -165,6 +167,20 @@ class Backbone(TargetVocabulary):
             hidden_MSH = layer(hidden_MSH, context_BTH, angles, context_angles, masks[kind])
         return self.norm(hidden_MSH)  # type: ignore[no-any-return]
 
+    def compare(
+        self, batch: DraftBatch, blocks: Blocks, targets: Targets, hidden_RH: Tensor, label_R: Tensor,
+        weight_MS: Tensor, mixture: Mapping[str, float], low_rank: tuple[Tensor, Tensor] | None = None,
+    ) -> DistributionLosses:  # fmt: skip
+        """Compare rows with their labels, and with what the target says there, by its last states."""
+        sample_R = targets.take(blocks.sample_M[:, None].expand_as(targets.index_MS))
+        last_RH = batch.features["last_hidden"][sample_R, targets.take(targets.index_MS) - 1]
+        weight_R = targets.take(weight_MS) * (targets.row_R < targets.valid_MS.numel())
+        scale, softcap = self.target_logits
+        return distribution_losses(
+            hidden_RH, self.head, last_RH, label_R, weight_R, mixture, scale=scale, softcap=softcap,
+            low_rank=low_rank,
+        )  # fmt: skip
+
 
 class DFlashDraft(Backbone):
     """The draft with its loss: `loss` draws anchors and trains on their blocks."""
@@ -188,15 +204,23 @@ class DFlashDraft(Backbone):
         """Return the loss; this is what `train.compile` compiles.
 
         `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
-        number of samples that have a row to learn. Metrics: `accuracy` and `acceptance_length`.
+        number of samples that have a row to learn. `kl` and the like: as `ce`, with that distance from
+        the target's distribution. Metrics: `accuracy` and `acceptance_length`; where the loss reads
+        that distribution, the mean overlap with it as `acceptance_rate`.
         """
         options, hidden_MSH = self.options, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
         label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
-        loss_R, best_R = cross_entropy(targets.take(hidden_MSH), self.head, label_R)
+        weight_MS = targets.weights(options.loss_decay_gamma, exact)
+        hidden_RH, denominator = targets.take(hidden_MSH), weight_MS.sum()
+        if options.distils:
+            mixture: dict[str, float] = {options.loss: 1.0}
+            found = self.compare(batch, blocks, targets, hidden_RH, label_R, weight_MS, mixture)
+            counts = metrics(targets.lay(found.best_R == label_R), valid_MS, exact)
+            rate = targets.mean(found.overlap_R)
+            return StepOutput(found.objective, denominator, {**counts, "acceptance_rate": rate})
+        loss_R, best_R = cross_entropy(hidden_RH, self.head, label_R)
         with full_precision(loss_R.device):
-            weight_MS = targets.weights(options.loss_decay_gamma, exact)
-            denominator = weight_MS.sum()
             if options.loss != "ce":
                 weight_MS = dpace_weights(options, targets.lay(loss_R.detach()), valid_MS)
                 weight_MS = weight_MS * valid_MS

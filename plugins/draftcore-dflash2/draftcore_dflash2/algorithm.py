@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from draftcore_dflash.algorithm import DFlash
 from draftcore_dflash.config import DraftConfig
 
 from draftcore.contracts.algorithm import Draft
-from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.target import TargetSpec
 from draftcore_dflash2 import served, serving
 from draftcore_dflash2.config import DFlash2Config
@@ -28,14 +25,8 @@ class DFlash2(DFlash):
     serving = serving
     served = served
 
-    def feature_request(self, target: TargetSpec) -> FeatureRequest:
-        taught = self.options.labels == "teacher"
-        return replace(super().feature_request(target), last_hidden=taught)
-
     def fresh(self, target: TargetSpec, config: DraftConfig) -> Draft:
         """Build a draft that computes what DFlash's does: the identity for each convolution."""
         draft = super().fresh(target, config)
-        assert isinstance(draft.module, DFlash2Draft)
-        draft.module.target_logits = (target.logit_scale, target.logit_softcap)
         reset_convolutions(draft.module)
         return draft

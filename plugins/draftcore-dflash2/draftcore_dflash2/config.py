@@ -20,7 +20,7 @@ class DFlash2Config(DraftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_size % self.conv_group_size:
+        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
             raise UsageError(
                 f"conv_group_size {self.conv_group_size} does not divide the draft's width "
                 f"{self.hidden_size}\n  set conv_group_size to a divisor of it"
@@ -29,7 +29,7 @@ class DFlash2Config(DraftConfig):
             ("conv_kernel_size", self.block_size, "rows of a block"),
             ("selector_top_k", self.vocab_size, "tokens of the target"),
         ):
-            if (asked := getattr(self, name)) > most:
+            if not 1 <= (asked := getattr(self, name)) <= most:
                 raise UsageError(
-                    f"{name} is {asked}, and there are {most} {what}\n  set {name} to at most {most}"
+                    f"{name} is {asked}, and there are {most} {what}\n  set {name} to 1 to {most}"
                 )

@@ -10,10 +10,11 @@ Shape letters: S rows of a block, H hidden, J taps, N groups of channels, C chan
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from draftcore_nn.layers import full_precision
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
@@ -45,20 +46,54 @@ class ShortConvolution(nn.Module):
 def convolve(x_SH: Tensor, base_JH: Tensor, change_SJN: Tensor) -> Tensor:
     """Return sum over j of (base[j] + change[s, j, group]) * x[s - j], in the dtype of x.
 
-    Arithmetic is in fp32 (fp64 for fp64 inputs).
+    Arithmetic is in fp32 (fp64 for fp64 inputs). Nothing as large as x is kept for the backward but x.
     """
-    size, groups = x_SH.shape[-2], change_SJN.shape[-1]
+    return _Convolved.apply(x_SH, base_JH, change_SJN)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SH: Tensor, base_JH: Tensor, change_SJN: Tensor) -> Tensor:
+        ctx.save_for_backward(x_SH, base_JH, change_SJN)
+        x_SNC, taps = _grouped(x_SH, change_SJN), _taps(base_JH, change_SJN)
+        terms = [tap_SNC * _shifted(x_SNC, j) for j, tap_SNC in enumerate(taps)]
+        return sum(terms[1:], terms[0]).flatten(-2).to(x_SH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_SH, base_JH, change_SJN = ctx.saved_tensors
+        x_SNC, grad_SNC = (_grouped(tensor, change_SJN) for tensor in (x_SH, grad_SH))
+        taps = _taps(base_JH, change_SJN)
+        back = [_shifted(grad_SNC * tap_SNC, -j) for j, tap_SNC in enumerate(taps)]
+        pulls = [grad_SNC * _shifted(x_SNC, j) for j in range(len(taps))]
+        base_grad = torch.stack([pull.flatten(0, -3).sum(0).flatten() for pull in pulls])
+        change_grad = torch.stack([pull.sum(-1) for pull in pulls], -2)
+        x_grad = sum(back[1:], back[0]).flatten(-2)
+        return x_grad.to(x_SH.dtype), base_grad.to(base_JH.dtype), change_grad.to(change_SJN.dtype)
+
+
+def _grouped(x_SH: Tensor, change_SJN: Tensor) -> Tensor:
+    """Return [..., S, N, C] in the dtype of the arithmetic."""
     exact = torch.promote_types(x_SH.dtype, torch.float32)
-    with full_precision(x_SH.device):
-        x_SNC = torch.unflatten(x_SH, -1, (groups, -1)).to(exact)
-        sum_SNC = torch.zeros_like(x_SNC)
-        for j, (base_H, change_SN) in enumerate(
-            zip(base_JH.to(exact), change_SJN.unbind(-2), strict=True)
-        ):
-            tap_SNC = base_H.view(groups, -1) + change_SN[..., None]
-            earlier_SNC = functional.pad(x_SNC, (0, 0, 0, 0, j, 0))[..., :size, :, :]
-            sum_SNC = sum_SNC + tap_SNC * earlier_SNC
-        return sum_SNC.flatten(-2).to(x_SH.dtype)
+    return torch.unflatten(x_SH, -1, (change_SJN.shape[-1], -1)).to(exact)
+
+
+def _taps(base_JH: Tensor, change_SJN: Tensor) -> list[Tensor]:
+    """Return the taps of every row, [..., S, N, C] each."""
+    base_JNC = _grouped(base_JH, change_SJN)
+    changes = change_SJN.unbind(-2)
+    return [
+        base_NC + change_SN[..., None] for base_NC, change_SN in zip(base_JNC, changes, strict=True)
+    ]
+
+
+def _shifted(x_SNC: Tensor, rows: int) -> Tensor:
+    """Move rows down by so many, or up where that is negative; zeros come in."""
+    size = x_SNC.shape[-3]
+    if rows < 0:
+        return functional.pad(x_SNC, (0, 0, 0, 0, 0, -rows))[..., -rows:, :, :]
+    return functional.pad(x_SNC, (0, 0, 0, 0, rows, 0))[..., :size, :, :]
 
 
 def reset_convolutions(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from draftcore_llamacpp.methods import Config, DFlash
 
-SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+from draftcore_dflash2.serving import SIZES
 
 
 class DFlash2(DFlash):

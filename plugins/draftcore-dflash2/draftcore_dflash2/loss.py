@@ -88,14 +88,15 @@ class _Selected(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
         successor_grad, by_row, slopes = torch.zeros_like(successor_VE), [], []
-        width = max(len(head_VH), top_k * query_RE.shape[1])  # of the widest thing that a row needs
+        logits = 2 if labels.ndim > 1 else 1  # the teacher's beside the draft's
+        width = max(logits * len(head_VH), top_k * query_RE.shape[1])
         with full_precision(hidden_RH.device):
             for hidden_rH, query_rE, label, weight_r in in_slices(
                 width, hidden_RH, query_RE.to(exact), labels, weight_R
             ):
                 logits_rV = hidden_rH @ head_VH.T
                 if label.ndim > 1:
-                    teacher_rV = teach(label, head_VH, scale, softcap)
+                    teacher_rV = target_log_probs(label, head_VH, scale, softcap)
                     label_r, unary_r, slope_rV = divergence(logits_rV.to(exact), teacher_rV)
                 else:
                     label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)
@@ -133,7 +134,9 @@ class _Selected(torch.autograd.Function):
         return (*scaled, *(None,) * 10)
 
 
-def teach(state_rH: Tensor, head_VH: Tensor, scale: float, softcap: float | None) -> Tensor:
+def target_log_probs(
+    state_rH: Tensor, head_VH: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     """Return the target's log-probabilities by its last hidden states."""
     logits_rV = (state_rH @ head_VH.T).to(torch.promote_types(state_rH.dtype, torch.float32))
     logits_rV = logits_rV * scale

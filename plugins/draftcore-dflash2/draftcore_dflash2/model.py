@@ -50,7 +50,7 @@ class ConvolvedLayer(DecoderLayer):
 
 
 class DFlash2Draft(Backbone):
-    """The draft with its loss. `target_logits` are the scale and the soft cap of the target's logits."""
+    """The draft with its loss."""
 
     layer = ConvolvedLayer
     config: DFlash2Config
@@ -63,7 +63,6 @@ class DFlash2Draft(Backbone):
         super().__init__(config, options, embedding_VH, head_VH)
         sizes = (config.vocab_size, config.hidden_size, config.selector_rank)
         self.candidate_selector = CandidateSelector(*sizes)
-        self.target_logits: tuple[float, float | None] = (1.0, None)
 
     def loss(self, batch: DraftBatch, context: StepContext) -> StepOutput:
         blocks = draw_blocks(batch, self.options.num_anchors, context.seed)
@@ -94,9 +93,9 @@ class DFlash2Draft(Backbone):
         weight_MS = targets.weights(options.loss_decay_gamma, exact)
         sample_M1, before_MS = blocks.sample_M[:, None], (targets.index_MS - 1).clamp_min(0)
         hidden_RH = targets.take(hidden_MSH)
-        if options.labels == "teacher":
-            last_BTH = batch.features["last_hidden"].to(hidden_RH.dtype)
-            labels = targets.take(last_BTH[sample_M1, before_MS])
+        if options.distils:
+            last_BTH = batch.features["last_hidden"]
+            labels = targets.take(last_BTH[sample_M1, before_MS]).to(hidden_RH.dtype)
         else:
             labels = targets.take(batch.token_ids_BT[sample_M1, targets.index_MS])
         query_RE = selector.query(

@@ -45,3 +45,7 @@ class DFlash2Options(BackboneOptions):
     stop_gradient: bool = Field(
         False, description="the selector's loss trains the selector alone, not the backbone"
     )
+
+    @property
+    def distils(self) -> bool:
+        return self.labels == "teacher"

@@ -109,7 +109,7 @@ def read(folder: Path, server: str) -> ServedDraft:
     nested = config.get("dflash_config") or {}
     taps, group, rank, best = (int(shared.require_field(nested, name)) for name in SIZES)
     hidden, vocab = (int(shared.require_field(config, f"{n}_size")) for n in ("hidden", "vocab"))
-    if hidden % group or not 0 < best <= vocab:
+    if group < 1 or hidden % group or not 0 < best <= vocab:
         raise UnservableError(
             f"conv_group_size is {group}, of a draft of width {hidden}, and selector_top_k {best}, of "
             f"{vocab} tokens: servers want a divisor of the one, and no more than the other"

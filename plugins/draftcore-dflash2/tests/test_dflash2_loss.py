@@ -258,7 +258,7 @@ def check_case(golden: Golden, draft: DFlash2Draft, expected: Mapping[str, Any],
         ("oracle_acceptance_length", f"unary_top_{top}_oracle_accepted_length"),
     ):
         assert found[ours][0] == metrics[f"{theirs}_sum"], f"{name}: {ours}"
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     golden.check_gradients(draft, expected["grad_norms"], "grad." if name == "main" else None)
 
 
@@ -315,7 +315,7 @@ def test_golden_walks_of_the_drafter_and_of_the_servers_reader(
     draft = golden.draft()
     write_export(folder, "serving", serving_config(draft), dict(draft.named_parameters()))
     tables = [golden.tensors[f"target.{name}.weight"] for name in ("embed_tokens", "lm_head")]
-    host = Host(99, *tables[0].shape, {}, None, *tables)
+    host = Host(99, len(tables[0]), tables[0].shape[1], {}, None, tables[0], tables[1])
     served, drafter = (
         DFlash2(OPTIONS).read_export(folder, "vllm"),
         DFlash2.decoder(draft, None, "float32"),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from draftcore_dflash.algorithm import DFlash
 
 from draftcore.contracts.algorithm import Draft, Drafter
-from draftcore.contracts.capture import FeatureRequest
-from draftcore.contracts.target import TargetModel, TargetSpec
+from draftcore.contracts.target import TargetModel
 from draftcore.errors import UsageError
 from draftcore_dspark import served, serving
 from draftcore_dspark.config import DSparkConfig
@@ -26,15 +23,6 @@ class DSpark(DFlash):
     decoder = DSparkDrafter
     serving = serving
     served = served
-
-    def feature_request(self, target: TargetSpec) -> FeatureRequest:
-        return replace(super().feature_request(target), last_hidden=True)
-
-    def fresh(self, target: TargetSpec, config: DSparkConfig) -> Draft:  # type: ignore[override]
-        draft = super().fresh(target, config)
-        assert isinstance(draft.module, DSparkDraft)
-        draft.module.teacher = (target.logit_scale, target.logit_softcap)
-        return draft
 
     def drafter(self, draft: Draft, target: TargetModel) -> Drafter:
         drafter, threshold = super().drafter(draft, target), self.options.confidence_threshold

@@ -25,7 +25,7 @@ from draftcore_dflash.loss import metrics
 from draftcore_dflash.model import Backbone
 from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import full_precision
-from draftcore_nn.losses import distribution_losses, padded
+from draftcore_nn.losses import padded
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 
 class DSparkDraft(Backbone):
-    """The draft with its loss. `teacher` has the scale and the soft cap of the target's logits."""
+    """The draft with its loss."""
 
     config: DSparkConfig
     options: DSparkOptions
-    teacher: tuple[float, float | None] = (1.0, None)
 
     def __init__(
         self, config: DSparkConfig, options: DSparkOptions, embedding_VH: Tensor,
@@ -72,48 +71,43 @@ class DSparkDraft(Backbone):
     ) -> StepOutput:
         """Return one ratio over the sum of weights; `train.compile` compiles this.
 
-        Metrics: `ce_loss`, `l1_loss` and, of the confidence head, `confidence_loss` and
-        `confidence_error` by the rows' weights, `acceptance_rate` (the mean overlap of p and q),
-        `accuracy` and `acceptance_length`.
+        Metrics: `ce_loss`, `tv_loss` (half the L1 distance) and, of the confidence head,
+        `confidence_loss` and `confidence_error` by the rows' weights, `acceptance_rate` (the mean
+        overlap of p and q), `accuracy` and `acceptance_length`.
         """
         options, hidden_MSH = self.options, self.block_hidden(batch, blocks, tiles)
-        exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
+        exact = torch.promote_types(hidden_MSH.dtype, torch.float32)
         weight_MS = targets.weights(options.loss_decay_gamma, exact)
-        sample_M1, denominator = blocks.sample_M[:, None], weight_MS.sum()
-        before_MS = batch.token_ids_BT[sample_M1, targets.index_MS - 1]
+        denominator, label_R = weight_MS.sum(), self.labels(batch, blocks, targets)
+        before_MS = batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS - 1]
         embedded_MSE = self.markov_head.embed(before_MS, hidden_MSH.dtype)
         factor_RE = targets.take(self.markov_head(embedded_MSE, hidden_MSH))
-        hidden_RH, at_R = targets.take(hidden_MSH), targets.take(targets.index_MS)
-        sample_R = targets.take(sample_M1.expand_as(valid_MS))
-        weight_R = targets.take(weight_MS) * (targets.row_R < valid_MS.numel())
-        label_R, (scale, softcap) = self.labels(batch, sample_R, at_R), self.teacher
-        found = distribution_losses(
-            hidden_RH, self.head, batch.features["last_hidden"][sample_R, at_R - 1], label_R,
-            weight_R, self.mixture, scale=scale, softcap=softcap,
-            low_rank=(factor_RE, self.markov_head.markov_w2.weight),
-        )  # fmt: skip
+        hidden_RH, w2_VE = targets.take(hidden_MSH), self.markov_head.markov_w2.weight
+        found = self.compare(
+            batch, blocks, targets, hidden_RH, label_R, weight_MS, self.mixture, (factor_RE, w2_VE)
+        )
         numerator = found.objective
         by_row = {f"{name}_loss": loss_R for name, loss_R in found.losses.items()}
-        if "tv" in found.losses:
-            by_row["l1_loss"] = 2 * by_row.pop("tv_loss")
         if self.confidence_head is not None:
-            with full_precision(weight_R.device):
-                logit_R = self.confidence_head(hidden_RH, targets.take(embedded_MSE))
+            logit_R = self.confidence_head(hidden_RH, targets.take(embedded_MSE))
+            with full_precision(logit_R.device):
                 loss_R = functional.binary_cross_entropy_with_logits(
                     logit_R, found.overlap_R, reduction="none"
                 )
-                numerator = numerator + options.confidence_weight * (loss_R * weight_R).sum()
+                judged = targets.weigh(loss_R, weight_MS)
+                numerator = numerator + options.confidence_weight * judged
             by_row["confidence_loss"] = loss_R.detach()
             by_row["confidence_error"] = (logit_R.detach().sigmoid() - found.overlap_R).abs()
-        counts = {name: ((x_R * weight_R).sum(), denominator) for name, x_R in by_row.items()}
-        overlap = targets.weigh(found.overlap_R, valid_MS.to(exact))
-        counts["acceptance_rate"] = (overlap, valid_MS.sum().to(exact))
-        counts |= metrics(targets.lay(found.best_R == label_R), valid_MS, exact)
+        counts = {
+            name: (targets.weigh(x_R, weight_MS), denominator) for name, x_R in by_row.items()
+        }
+        counts["acceptance_rate"] = targets.mean(found.overlap_R)
+        counts |= metrics(targets.lay(found.best_R == label_R), targets.valid_MS, exact)
         return StepOutput(numerator, denominator, counts)
 
-    def labels(self, batch: DraftBatch, sample_R: Tensor, at_R: Tensor) -> Tensor:
-        """Return the token that each row learns, [R]: that of the data at its place."""
-        return batch.token_ids_BT[sample_R, at_R]
+    def labels(self, batch: DraftBatch, blocks: Blocks, targets: Targets) -> Tensor:
+        """Return the token that each row learns, [R]."""
+        return targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
 
 
 def unbroken(targets: Targets) -> Targets:

@@ -55,3 +55,7 @@ class DSparkOptions(BackboneOptions):
         description="a round drafts no token that is reached less probably than this, by the "
         "confidence head; 0 drafts all",
     )
+
+    @property
+    def distils(self) -> bool:
+        return True

@@ -68,7 +68,7 @@ class Naive:
         return (weight @ read + bias)[0]
 
     def loss(self, batch: DraftBatch, blocks: Blocks) -> Tensor:
-        options, (scale, cap) = self.options, self.module.teacher
+        options, (scale, cap) = self.options, self.module.target_logits
         above, below = torch.zeros((), dtype=torch.float64), 0.0
         hidden_MSH = self.module.block_hidden(batch, blocks)
         for block in range(len(blocks.anchor_M)):
@@ -115,7 +115,7 @@ def test_loss_and_gradients_equal_naive_heads(
     draft, batch = make_draft(**options), PLAIN.collate(make_samples(11, 6, 9))
     module = draft.module
     assert isinstance(module, DSparkDraft)
-    module.teacher = (0.5, 3.0)
+    module.target_logits = (0.5, 3.0)
     output = PLAIN.forward_loss(draft, batch, CONTEXT)
     theirs = Naive(module).loss(batch, draw_blocks(batch, 5, CONTEXT.seed))
     require_naive(draft, output, theirs, rtol=1e-9)
@@ -128,7 +128,7 @@ def test_a_draft_learns_the_distribution_of_a_target_that_scales_and_caps(
     target.logit_scale, target.logit_softcap = 0.25, 30.0
     module = make_draft(of=target).module
     assert isinstance(module, DSparkDraft)
-    assert module.teacher == (0.25, 30.0)
+    assert module.target_logits == (0.25, 30.0)
 
 
 # ------------------------------------------------------------ decoding
@@ -243,16 +243,11 @@ def test_golden_terms_and_every_gradient_of_specforge() -> None:
     draft = golden.draft(DSparkDraft)
     output = draft.loss_of(golden.batch(draft.config.layers), golden.blocks)
     expected = golden.data["expected"]["ratio_metrics"]
-    names = {
-        "ce_loss": "ce_loss",
-        "l1_loss": "l1_loss",
-        "confidence_loss": "confidence_loss",
-        "confidence_abs_error": "confidence_error",
-        "acc": "accuracy",
-    }
-    for theirs, ours in names.items():
-        for part, name in zip(output.counts[ours], ("num", "den"), strict=True):
-            golden.check(part, expected[theirs][name], f"{theirs}, {name}")
+    names = {"acc": "accuracy", "confidence_abs_error": "confidence_error", "l1_loss": "tv_loss"}
+    for theirs in (*names, "ce_loss", "confidence_loss"):
+        above, below = output.counts[names.get(theirs, theirs)]
+        golden.check(above * (2 if theirs == "l1_loss" else 1), expected[theirs]["num"], theirs)
+        assert float(below) == pytest.approx(expected[theirs]["den"])
     golden.check(output.numerator / output.denominator, golden.data["expected"]["loss"], "loss")
     (output.numerator / output.denominator).backward()  # type: ignore[no-untyped-call]
     golden.check_gradients(draft, golden.data["grad_norms"], "grad.")
@@ -267,9 +262,9 @@ class Speculators(DSparkDraft):
     def mixture(self) -> Mapping[str, float]:
         return self.shares
 
-    def labels(self, batch: DraftBatch, sample_R: Tensor, at_R: Tensor) -> Tensor:
-        last_RH = batch.features["last_hidden"][sample_R, at_R - 1]
-        return teach(last_RH, self.head, *self.teacher).label_R
+    def labels(self, batch: DraftBatch, blocks: Blocks, targets: Targets) -> Tensor:
+        last_MSH = batch.features["last_hidden"][blocks.sample_M[:, None], targets.index_MS - 1]
+        return teach(targets.take(last_MSH), self.head, *self.target_logits).label_R
 
     def loss_of(self, batch: DraftBatch, blocks: Blocks) -> StepOutput:
         length = batch.token_ids_BT.shape[1]
@@ -285,7 +280,7 @@ class Speculators(DSparkDraft):
         return output
 
 
-OURS = {"ce": "ce", "kl_div": "kl", "tv": "tv", "nla": "nla", "lk_hybrid": "lk_hybrid"}
+OURS = {"ce": "ce", "kl_div": "kl", "tv": "tv", "nla": "lk_alpha", "lk_hybrid": "lk_lambda"}
 SPECULATORS = Golden("dspark2")
 CASES: dict[str, Any] = {
     "main": SPECULATORS.data["expected"],
@@ -320,8 +315,8 @@ def test_golden_terms_and_every_gradient_of_speculators(name: str, compiled: boo
     output = draft.loss_of(golden.batch(draft.config.layers), golden.blocks)
     rows = output.counts["accuracy"][1]
     for theirs, term in terms.items():
-        ours, times = ("l1", 2) if theirs == "tv" else (OURS.get(theirs, theirs), 1)
-        golden.check(output.counts[f"{ours}_loss"][0], times * term["num"], theirs)
+        found, _ = output.counts[f"{OURS.get(theirs, theirs)}_loss"]
+        golden.check(found, term["num"], theirs)
         assert float(rows) == term["den"]
     loss = output.numerator / (rows + 1e-5)
     golden.check(loss, case["loss"], "loss")

@@ -42,10 +42,9 @@ class Eagle3(Algorithm):
     options: Any  # Eagle3Options, or those of an algorithm that derives from this one
     module: type[model.Backbone] = model.Eagle3Draft
     decoder: type[Eagle3Drafter] = Eagle3Drafter
-    serving: Any = (
-        serving  # a module with `read_config`, `fill`, `serving_config`, `serving_tensors`
-    )
-    served: Any = served  # a module with `read`
+    # Modules: one with `read_config`, `fill`, `serving_config` and `serving_tensors`, one with `read`.
+    serving: Any = serving
+    served: Any = served
 
     def shape(self, target: TargetSpec) -> config.DraftConfig:
         """Return a fresh draft's shape."""

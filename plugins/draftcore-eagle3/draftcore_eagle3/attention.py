@@ -46,8 +46,10 @@ class Keys:
 
     def attend(self, query_NAD: Tensor, rows_N: Tensor) -> Tensor:
         """Attend from the rows `rows_N`, flat b*T + t, see `attend`."""
-        none = query_NAD.new_empty(len(rows_N), self.first[0].shape[1], 0, query_NAD.shape[-1])
-        extra = [torch.stack(made, 2) if made else none for made in self.later]
+        nothing = (len(rows_N), self.first[0].shape[1], 0, query_NAD.shape[-1])
+        extra = [
+            torch.stack(made, 2) if made else query_NAD.new_empty(nothing) for made in self.later
+        ]
         cells_N = rows_N + self.more * (rows_N // self.length)
         return attend(query_NAD, self.first[0], self.first[1], extra[0], extra[1], cells_N)
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
     from draftcore_eagle3.options import BackboneOptions, Eagle3Options
 
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [..., A, D] of queries, keys and values
 
 
@@ -152,6 +151,7 @@ class Backbone(TargetVocabulary):
 
     @property
     def target_dtype(self) -> torch.dtype:
+        """The dtype of the target's tensors, in which servers compute."""
         return (self.embed_tokens if self.target_head is None else self.target_head).dtype
 
     def stack(self) -> list[DecoderLayer]:
@@ -230,7 +230,8 @@ class Eagle3Draft(Backbone):
         embedded = first.input_layernorm(self.embed(next_tokens))
         from_token = functional.linear(embedded, embedding_half)
         hidden = self.combine(batch.features).flatten(0, 1)
-        row_N, seen = torch.arange(count, device=embedded.device), list[Keys]()
+        row_N = torch.arange(count, device=embedded.device)
+        seen: list[Keys] = []
         for step in range(steps):
             later_N = (row_N + step).clamp_max(count - 1)
             angles = cos[rows.time_BT[row_N] + step], sin[rows.time_BT[row_N] + step]

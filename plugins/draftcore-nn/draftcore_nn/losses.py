@@ -30,7 +30,7 @@ from draftcore_nn.layers import full_precision
 # Logits exist for this many elements at a time: 256 MiB in fp32.
 LOGIT_ELEMENTS = 1 << 26
 PARTS = 16
-LK_DECAY, NLA_FLOOR = 3.0, 1e-5  # of the losses of that name, see `distribution_losses`
+LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distribution_losses`
 
 
 def padded(rows: int) -> int:
@@ -213,8 +213,9 @@ def distribution_losses(
     with `scale` and `softcap` as in `teach`, and a loss is one of
 
     - `ce`: -log q[label]; `kl`: sum p (log p - log q); `tv`: 1 - overlap, half the L1 distance;
-    - `nla`: -log overlap (of at least 1e-5);
-    - `lk_hybrid`: w kl + (1 - w) tv, w = exp(-3 overlap) held constant in the gradient.
+    - `lk_alpha`: -log overlap (of at least 1e-5);
+    - `lk_lambda`: w kl + (1 - w) tv, w = exp(-3 overlap) held constant in the gradient
+      (arXiv 2602.23881; speculators calls the two `nla` and `lk_hybrid`).
 
     With `low_rank`, z [R, E] in the dtype of h and U [V, E], q is of W h + U z. Differentiable in h, z
     and U.
@@ -290,21 +291,21 @@ def _compare(
     """
     q_rV, p_rV = log_q_rV.exp(), log_p_rV.exp()
     overlap_r = torch.minimum(q_rV, p_rV).sum(-1)
-    floored_r, kept_r = overlap_r.clamp_min(NLA_FLOOR), torch.exp(-LK_DECAY * overlap_r)
-    known = {"tv": 1 - overlap_r, "nla": -floored_r.log()}
+    floored_r, kept_r = overlap_r.clamp_min(LEAST_OVERLAP), torch.exp(-LK_DECAY * overlap_r)
+    known = {"tv": 1 - overlap_r, "lk_alpha": -floored_r.log()}
     if "ce" in mixture:
         known["ce"] = -log_q_rV.gather(1, label_r1)[:, 0]
-    if "kl" in mixture or "lk_hybrid" in mixture:
+    if "kl" in mixture or "lk_lambda" in mixture:
         known["kl"] = (p_rV * (log_p_rV - log_q_rV)).sum(-1)
-        known["lk_hybrid"] = kept_r * known["kl"] + (1 - kept_r) * known["tv"]
+        known["lk_lambda"] = kept_r * known["kl"] + (1 - kept_r) * known["tv"]
     losses = [known[name] for name in mixture]
     if not wanted:
         return losses, overlap_r, None
-    ce, kl, tv, nla, lk = (
-        mixture.get(name, 0.0) for name in ("ce", "kl", "tv", "nla", "lk_hybrid")
+    ce, kl, tv, alpha, lk = (
+        mixture.get(name, 0.0) for name in ("ce", "kl", "tv", "lk_alpha", "lk_lambda")
     )
     kl_r1 = (kl + lk * kept_r)[:, None]
-    tv_r1 = (tv + lk * (1 - kept_r) + nla * (overlap_r > NLA_FLOOR) / floored_r)[:, None]
+    tv_r1 = (tv + lk * (1 - kept_r) + alpha * (overlap_r > LEAST_OVERLAP) / floored_r)[:, None]
     below_rV = (q_rV < p_rV).to(q_rV.dtype)
     share_r1 = (q_rV * below_rV).sum(-1, keepdim=True)
     slope_rV = q_rV * (ce + kl_r1 + tv_r1 * (share_r1 - below_rV))

@@ -177,7 +177,7 @@ def test_the_host_knows_the_lengths_of_a_batch_wherever_that_lies() -> None:
 # ------------------------------------------------------------ losses
 
 
-MIXTURES = [{"ce": 0.1, "tv": 1.8}, {"kl": 1.0}, {"tv": 0.5}, {"nla": 2.0}, {"lk_hybrid": 1.0}]
+MIXTURES = [{"ce": 0.1, "tv": 1.8}, {"kl": 1.0}, {"tv": 0.5}, {"lk_alpha": 2.0}, {"lk_lambda": 1.0}]
 
 
 @pytest.mark.parametrize("rank", [None, 3])
@@ -199,7 +199,7 @@ def test_losses_of_two_distributions_in_slices_are_their_formulas(
     kept_R = torch.exp(-3 * overlap_R).detach()
     formulas = {
         "ce": functional.cross_entropy(logits_RV, label_R, reduction="none"), "kl": kl_R, "tv": tv_R,
-        "nla": -overlap_R.log(), "lk_hybrid": kept_R * kl_R + (1 - kept_R) * tv_R,
+        "lk_alpha": -overlap_R.log(), "lk_lambda": kept_R * kl_R + (1 - kept_R) * tv_R,
     }  # fmt: skip
     shared = [share * (formulas[name] * weight_R).sum() for name, share in mixture.items()]
     expected = torch.stack(shared).sum()

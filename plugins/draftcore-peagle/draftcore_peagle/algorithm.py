@@ -26,7 +26,6 @@ from draftcore_peagle.model import PEagleDraft
 from draftcore_peagle.options import PEagleOptions
 
 logger = logging.getLogger(__name__)
-HEAD = ("lm_head.weight",)
 
 
 class PEagle(Eagle3):
@@ -52,7 +51,9 @@ class PEagle(Eagle3):
         return replace(
             draft,
             defaults=TrainingDefaults(lr=1e-4, warmup_ratio=0.0025, clip=1.0),
-            frozen=frozenset({"target_head", *HEAD * (not self.options.train_head)}),
+            frozen=frozenset(
+                {"target_head", *([] if self.options.train_head else ["lm_head.weight"])}
+            ),
             wrap_units=("midlayer", *(f"layers.{i}" for i in draft.module.layers)),
         )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it brings torch's compiler, which takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def pairs(anchor_BE: Tensor, depth_BE: Tensor) -> masks.Rule:
+def rule_of(anchor_BE: Tensor, depth_BE: Tensor) -> masks.Rule:
     """Say which pairs see which, as `draftcore_nn.masks` takes it."""
 
     def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def pairs(anchor_BE: Tensor, depth_BE: Tensor) -> masks.Rule:
 
 def seen_by(anchor_BE: Tensor, depth_BE: Tensor, tiles: Mapping[str, Tensor]) -> Tensor | BlockMask:
     """Return what pairs see: a table [B, 1, E, E], or for a compiled draft with `tiles` a BlockMask."""
-    rule, (batch, count) = pairs(anchor_BE, depth_BE), anchor_BE.shape
+    rule, (batch, count) = rule_of(anchor_BE, depth_BE), anchor_BE.shape
     if tiles and torch.compiler.is_compiling():
         return masks.Tiles(tiles).mask(rule, (count, count))
     return masks.dense(rule, (batch, count, count), anchor_BE.device)

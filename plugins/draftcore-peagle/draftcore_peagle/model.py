@@ -26,7 +26,7 @@ from draftcore_peagle.attention import attend, seen_by
 from draftcore_peagle.config import PEagleConfig
 from draftcore_peagle.loss import distill
 from draftcore_peagle.options import PEagleOptions
-from draftcore_peagle.pairs import Elements, Pairs, draw
+from draftcore_peagle.pairs import Drawn, Pairs, draw
 
 
 class PEagleDraft(Backbone):
@@ -58,15 +58,15 @@ class PEagleDraft(Backbone):
     def loss(self, batch: DraftBatch, context: StepContext) -> StepOutput:
         return self.loss_of(batch, draw(batch, self.options, context.seed))
 
-    def loss_of(self, batch: DraftBatch, drawn: list[Pairs]) -> StepOutput:
+    def loss_of(self, batch: DraftBatch, drawn: list[Drawn]) -> StepOutput:
         """Return the loss of given pairs, which lie on the CPU, see `forward`."""
         device, mask_BT = batch.token_ids_BT.device, host_mask(batch)
         tiled = device.type == "cuda"
-        elements = Elements.of(mask_BT, drawn, self.options.num_depths, tiled=tiled)
-        output: StepOutput = self(batch, Rows.of(mask_BT, 1).to(device), elements.to(device))
+        pairs = Pairs.of(mask_BT, drawn, self.options.num_depths, tiled=tiled)
+        output: StepOutput = self(batch, Rows.of(mask_BT, 1).to(device), pairs.to(device))
         return output
 
-    def forward(self, batch: DraftBatch, rows: Rows, elements: Elements) -> StepOutput:
+    def forward(self, batch: DraftBatch, rows: Rows, pairs: Pairs) -> StepOutput:
         """Return the loss of a batch, and its metrics per depth; `train.compile` compiles this.
 
         The numerator is the sum over pairs of the cross entropy with the target's distribution, the
@@ -74,10 +74,10 @@ class PEagleDraft(Backbone):
         """
         taught_MH = rows.taught(batch.features["last_hidden"])
         teacher = teach(taught_MH, self.head, *self.target_logits, ids_U=self.token_ids())
-        hidden_RH = self.hidden(batch, elements).flatten(0, 1).index_select(0, elements.row_R)
-        taught_R, depth_R = rows.slot_BT[elements.taught_R], elements.depth_BE.flatten()
-        depth_R, exact = depth_R[elements.row_R], teacher.own_R.dtype
-        label_R, count_R = teacher.label_R[taught_R], elements.real_R
+        hidden_RH = self.hidden(batch, pairs).flatten(0, 1).index_select(0, pairs.row_R)
+        taught_R, depth_R = rows.slot_BT[pairs.taught_R], pairs.depth_BE.flatten()
+        depth_R, exact = depth_R[pairs.row_R], teacher.own_R.dtype
+        label_R, count_R = teacher.label_R[taught_R], pairs.real_R
         if self.options.skip_unknown:
             count_R = count_R & (label_R >= 0)
         with full_precision(hidden_RH.device):
@@ -88,26 +88,25 @@ class PEagleDraft(Backbone):
                 "acceptance_rate": found.overlap_R,
                 "loss": found.loss_R,
             }
-            none_K = weight_R.new_zeros(self.options.num_depths + 1)  # the last is of what fills up
+            none_K = weight_R.new_zeros(self.options.num_depths)
             count_K = none_K.index_add(0, depth_R, weight_R)
             metrics: dict[str, tuple[Tensor, Tensor]] = {}
             for name, x_R in of_pairs.items():
                 sum_K = none_K.index_add(0, depth_R, x_R * weight_R)
-                metrics |= {f"{name}_{k}": (sum_K[k], count_K[k]) for k in range(len(none_K) - 1)}
+                metrics |= {f"{name}_{k}": (sum_K[k], count_K[k]) for k in range(len(none_K))}
             return StepOutput(found.total, weight_R.sum(), metrics)
 
-    def hidden(self, batch: DraftBatch, elements: Elements) -> Tensor:
+    def hidden(self, batch: DraftBatch, pairs: Pairs) -> Tensor:
         """Run all pairs through the layers; returns normed states [B, E, H]."""
-        anchor_BE, depth_BE = elements.anchor_BE, elements.depth_BE
+        anchor_BE, depth_BE = pairs.anchor_BE, pairs.depth_BE
         batch_size, length = batch.token_ids_BT.shape
-        masks = (batch_size, anchor_BE.shape[1] - length)
         token_BT = functional.pad(batch.token_ids_BT[:, 1:], (0, 1))
-        mask_BC = token_BT.new_full(masks, self.config.mask_token_id)
-        embedding_BEH = self.embed(torch.cat([token_BT, mask_BC], 1))
-        masked_BCH = self.masked().expand(*masks, -1)
-        hidden_BEH = torch.cat([self.combine(batch.features), masked_BCH], 1)
+        mask_H = self.embed(token_BT.new_full((), self.config.mask_token_id))
+        masks = (batch_size, anchor_BE.shape[1] - length, -1)  # they are alike
+        embedding_BEH = torch.cat([self.embed(token_BT), mask_H.expand(masks)], 1)
+        hidden_BEH = torch.cat([self.combine(batch.features), self.masked().expand(masks)], 1)
         angles = self.rotary(anchor_BE + depth_BE)
-        attention = partial(attend, seen=seen_by(anchor_BE, depth_BE, elements.tiles))
+        attention = partial(attend, seen=seen_by(anchor_BE, depth_BE, pairs.tiles))
         for layer in self.stack():
             hidden_BEH = layer(embedding_BEH, hidden_BEH, angles, attention)
         return self.norm(hidden_BEH)  # type: ignore[no-any-return]

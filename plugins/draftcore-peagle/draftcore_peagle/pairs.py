@@ -31,11 +31,11 @@ from draftcore_peagle.attention import tiles_of
 if TYPE_CHECKING:
     from draftcore_peagle.options import PEagleOptions
 
-Pairs = tuple[Tensor, Tensor]  # anchors, and depths above 0
+Drawn = tuple[Tensor, Tensor]  # anchors, and depths above 0
 
 
 @dataclass(frozen=True)
-class Elements(OnDevice):
+class Pairs(OnDevice):
     """The pairs of a batch: the rows at depth 0, then of each sample those above, by anchor and depth.
 
     Samples with fewer have some at anchor -1, before the others: they see each other, and nothing sees
@@ -51,7 +51,7 @@ class Elements(OnDevice):
     tiles: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, mask_BT: Tensor, drawn: Sequence[Pairs], depths: int, *, tiled: bool) -> Elements:
+    def of(cls, mask_BT: Tensor, drawn: Sequence[Drawn], depths: int, *, tiled: bool) -> Pairs:
         """Lay pairs out, by the mask of rows on the CPU."""
         (batch, length), most = mask_BT.shape, max(len(anchors) for anchors, _ in drawn)
         anchor_BC, depth_BC = (
@@ -73,7 +73,7 @@ class Elements(OnDevice):
         return cls(anchor_BE, depth_BE, row_R, taught_R, real_R, tiles)
 
 
-def draw(batch: DraftBatch, options: PEagleOptions, seed: int) -> list[Pairs]:
+def draw(batch: DraftBatch, options: PEagleOptions, seed: int) -> list[Drawn]:
     """Draw the pairs of every sample of a batch, in ascending order of anchors and depths."""
     return [
         draw_pairs(learned_T, options, generator_of(sample, seed))
@@ -81,7 +81,7 @@ def draw(batch: DraftBatch, options: PEagleOptions, seed: int) -> list[Pairs]:
     ]
 
 
-def draw_pairs(learned_T: Tensor, options: PEagleOptions, generator: torch.Generator) -> Pairs:
+def draw_pairs(learned_T: Tensor, options: PEagleOptions, generator: torch.Generator) -> Drawn:
     """Draw the pairs of a sample, of which these rows are to be learned."""
     learned_T = functional.pad(learned_T, (0, 1))  # the row after the last is none
     seeds = _choose(learned_T.nonzero()[:, 0], options.max_anchors, generator)

@@ -16,11 +16,11 @@ from draftcore_eagle3.serving import config_fields
 from draftcore_nn import masks
 from draftcore_nn.vocabulary import to_ids
 from draftcore_peagle.algorithm import PEagle
-from draftcore_peagle.attention import attend, pairs, seen_by
+from draftcore_peagle.attention import attend, rule_of, seen_by
 from draftcore_peagle.config import PEagleConfig
 from draftcore_peagle.model import PEagleDraft
 from draftcore_peagle.options import PEagleOptions
-from draftcore_peagle.pairs import Elements, Pairs, draw, draw_pairs
+from draftcore_peagle.pairs import Drawn, Pairs, draw, draw_pairs
 from draftcore_sdk import comparisons
 from draftcore_sdk.algorithm_fixtures import (
     MakeDraft,
@@ -102,7 +102,7 @@ class Naive(comparisons.Naive):
         )
         return [self.rope(head, position) for head in q], [self.rope(h, position) for h in k], v
 
-    def logits(self, sample: Sample, drawn: Pairs) -> dict[tuple[int, int], Tensor]:
+    def logits(self, sample: Sample, drawn: Drawn) -> dict[tuple[int, int], Tensor]:
         tokens = [*sample.token_ids_T[1:].tolist(), 0]
         chosen = [(t, 0) for t in range(len(tokens))]
         chosen += list(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True))
@@ -168,17 +168,17 @@ def test_loss_and_gradients_equal_a_naive_draft(
 # ------------------------------------------------------------ the tiles of FlexAttention
 
 
-def long_pairs() -> Elements:
+def long_pairs() -> Pairs:
     learned = torch.rand(2, 300, generator=torch.Generator().manual_seed(3)) < 0.6
     learned[1, 150:] = False
     drawn = [draw_pairs(row, OPTIONS, torch.Generator().manual_seed(4)) for row in learned]
-    return Elements.of(learned, drawn, OPTIONS.num_depths, tiled=True)
+    return Pairs.of(learned, drawn, OPTIONS.num_depths, tiled=True)
 
 
 def test_listed_tiles_are_those_in_which_something_is_seen_and_whole_ones_hide_nothing() -> None:
-    elements = long_pairs()
-    batch, count = elements.anchor_BE.shape
-    table = masks.dense(pairs(elements.anchor_BE, elements.depth_BE), (batch, count, count))
+    pairs = long_pairs()
+    batch, count = pairs.anchor_BE.shape
+    table = masks.dense(rule_of(pairs.anchor_BE, pairs.depth_BE), (batch, count, count))
     size = -(-count // masks.TILE)
     cells = torch.zeros(batch, size * masks.TILE, size * masks.TILE, dtype=torch.bool)
     cells[:, :count, :count] = table[:, 0]
@@ -186,7 +186,7 @@ def test_listed_tiles_are_those_in_which_something_is_seen_and_whole_ones_hide_n
     cells = cells.view(batch, size, masks.TILE, size, masks.TILE).transpose(2, 3).flatten(3)
     found = []
     for kind in ("kv", "full_kv"):
-        numbers, indices = (elements.tiles[f"{kind}_{n}"] for n in ("num_blocks", "indices"))
+        numbers, indices = (pairs.tiles[f"{kind}_{n}"] for n in ("num_blocks", "indices"))
         listed_BIJ = torch.zeros(batch, size, size, dtype=torch.bool)
         for b, i in ((b, i) for b in range(batch) for i in range(size)):
             listed_BIJ[b, i, indices[b, 0, i, : numbers[b, 0, i]].long()] = True
@@ -203,19 +203,19 @@ def test_listed_tiles_are_those_in_which_something_is_seen_and_whole_ones_hide_n
     [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 def test_a_compiled_draft_attends_by_tiles_to_what_the_table_says(device: str) -> None:
-    elements = long_pairs().to(device)
-    batch, count = elements.anchor_BE.shape
+    pairs = long_pairs().to(device)
+    batch, count = pairs.anchor_BE.shape
     made = [torch.randn(batch, count, heads, 16, device=device) for heads in (4, 2, 2)]
 
-    def attended(tensors: list[Tensor], elements: Elements) -> Tensor:
-        seen = seen_by(elements.anchor_BE, elements.depth_BE, elements.tiles)
+    def attended(tensors: list[Tensor], pairs: Pairs) -> Tensor:
+        seen = seen_by(pairs.anchor_BE, pairs.depth_BE, pairs.tiles)
         return attend(tensors[0], tensors[1], tensors[2], seen)
 
     backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(attended, backend=backend, dynamic=True, fullgraph=True)
     with torch.no_grad():
-        found = compiled(made, elements)
-    torch.testing.assert_close(found, attended(made, elements), atol=1e-4, rtol=1e-4)
+        found = compiled(made, pairs)
+    torch.testing.assert_close(found, attended(made, pairs), atol=1e-4, rtol=1e-4)
 
 
 # ------------------------------------------------------------ decoding
@@ -232,8 +232,8 @@ def test_proposals_equal_training_over_ragged_rounds(
     def trained(sample: Sample, known: int) -> Tensor:
         batch, deep = PEagle(OPTIONS).collate([sample]), torch.arange(1, 4)
         drawn = (torch.full_like(deep, known - 2), deep)
-        elements = Elements.of(batch.loss_mask_BT, [drawn], 4, tiled=False)
-        hidden_EH = module.hidden(batch, elements)[0]
+        pairs = Pairs.of(batch.loss_mask_BT, [drawn], 4, tiled=False)
+        hidden_EH = module.hidden(batch, pairs)[0]
         chosen = [known - 2, *range(len(hidden_EH) - 3, len(hidden_EH))]
         logits_KV = torch.full((4, 48), -torch.inf, dtype=torch.float64)
         logits_KV[:, ids] = module.lm_head(hidden_EH[chosen])
@@ -285,8 +285,8 @@ class Golden:
             samples.append(Sample(SampleId(str(number), 1), tokens, mask.bool(), features))
         return PEagle(OPTIONS).collate(samples)
 
-    def pairs(self, anchors: str, first: int, stop: int) -> Pairs:
-        """Pairs above depth 0 of the rows from `first` on, as rows of their own sample."""
+    def pairs(self, anchors: str, first: int, stop: int) -> Drawn:
+        """Drawn above depth 0 of the rows from `first` on, as rows of their own sample."""
         anchor, depth = (self.tensors[f"{anchors}.{n}"] for n in ("anchor_pos", "depth"))
         chosen = (depth > 0) & (anchor >= first) & (anchor < stop)
         return anchor[chosen] - first, depth[chosen]
@@ -362,7 +362,7 @@ def test_golden_of_speculators(case: str, compiled: bool) -> None:
     golden.check_gradients(expected["grad_norms"], "" if case else "grad.")
 
 
-def entropies(golden: Golden, parts: Sequence[Any], drawn: Sequence[Pairs]) -> list[Tensor]:
+def entropies(golden: Golden, parts: Sequence[Any], drawn: Sequence[Drawn]) -> list[Tensor]:
     """The teacher's entropy over draft tokens, at each pair that is learned."""
     head_UH = golden.tensors["target.lm_head.weight"][to_ids(golden.tensors["draft.d2t"])]
     found = []
