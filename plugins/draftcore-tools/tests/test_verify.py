@@ -39,6 +39,8 @@ BOTH = "sglang vllm"
         ("domino", {}, "sglang"),
         ("domino", {"shift_label": False}, "sglang"),
         ("dspark", {}, BOTH),
+        ("eagle3", {"num_layers": 3}, BOTH),
+        ("peagle", {}, "vllm"),
     ],
 )
 def test_an_export_agrees_with_its_checkpoint(
@@ -130,6 +132,9 @@ MUTATIONS: list[tuple[str, str, Edit, str, str]] = [
      "shift_label " + OTHERWISE(False, True)),
     ("domino", "sglang", put("dflash_config.projector_type", "causal_v5"), LOAD,
      "sglang knows this head as 'domino' only"),
+    ("peagle", "vllm", put("pard_token", 100), LOGP, "mask token " + OTHERWISE(100, 258)),
+    ("peagle", "vllm", drop("mask_hidden"), LOAD, "mask_hidden [1, 1, 144] is missing"),
+    ("peagle", "vllm", put("parallel_drafting", False), LOAD, "one token after the other"),
 ]  # fmt: skip
 
 
