@@ -96,9 +96,8 @@ def merge(figures: Figures, more: Figures) -> None:
 
 
 def write_json(file: Path, data: Any) -> None:
-    (half := file.with_suffix(".part")).write_text(
-        json.dumps(data, indent=1, sort_keys=True) + "\n"
-    )
+    text = json.dumps(data, indent=1, sort_keys=True)
+    (half := file.with_suffix(".part")).write_text(text + "\n")
     half.replace(file)
 
 
@@ -109,23 +108,19 @@ def call(command: Sequence[str], log: Path, ends: float, env: Mapping[str, str])
     """Run a Python command with its output in a file; raises Late where it does not end in time."""
     if time.time() > ends:
         raise Late
-    with log.open("w") as output:
-        to = {
-            "stdout": output,
-            "stderr": subprocess.STDOUT,
-            "cwd": ROOT,
-            "env": {**os.environ, **env},
-        }
-        with subprocess.Popen([sys.executable, *command], **to) as process:  # type: ignore[call-overload]
+    with log.open("w") as output, subprocess.Popen(
+        [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
+        env={**os.environ, **env},
+    ) as process:  # fmt: skip
+        try:
+            return int(process.wait(ends - time.time()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # draftcore stops behind a checkpoint
             try:
-                return int(process.wait(ends - time.time()))
+                process.wait(20)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # draftcore stops behind a checkpoint
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                raise Late from None
+                process.kill()
+            raise Late from None
 
 
 def failure(log: Path) -> dict[str, Any]:
@@ -150,10 +145,9 @@ class Ladder:
         device = torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores"
         self.out, self.more, self.ends = given.out, given.set, time.time() + given.seconds
         self.at_once = given.at_once or (9 if cuda else 2)
-        threads = os.environ.get(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.at_once))
-        )
-        self.env = {"OMP_NUM_THREADS": threads, **({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})}
+        threads = max(1, (os.cpu_count() or 1) // self.at_once)
+        self.env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        self.env |= {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
         self.results = Results(self.out / "ladder.json", "small" if small else "ruler", device)
         ruler = yaml.safe_load(RULER.read_text())
         for section, values in SMALL.items() if small else ():
