@@ -38,8 +38,8 @@ RULER = ROOT / "benchmarks" / "ruler.yaml"
 PAGE, FIGURES = ROOT / "docs" / "methods.md", ROOT / "docs" / "methods.json"
 # What a CPU can do in some minutes; the ruler's settings beside these.
 SMALL: dict[str, dict[str, Any]] = {
-    "data": {"limit": 400},
-    "train": {"epochs": 2, "batch": 4, "warmup_ratio": 0.05},
+    "data": {"limit": 300},
+    "train": {"epochs": 1, "batch": 2},
     "eval": {"prompts": 30, "batch": 30, "max_new_tokens": 64},
 }
 CASES = {

@@ -161,7 +161,7 @@ def operations(module: Any, name: str, batch: DraftBatch, anchors: int) -> float
     steps = module.options.steps if name == "mtp" else STEPS
     active = learned + int(learned < tokens / 2 + 1) * (tokens // 128) * (steps - 1)
     if name == "mtp":  # a half of fc reads tokens, once for all steps
-        half = weights(module.mtp.fc) / 2
+        half = weights(module.mtp.fc) // 2
         body = steps * active * (weights(module.layer) + half) + tokens * half
         return float(3 * 2 * body + 2 * 2 * steps * learned * head)
     body = steps * (active * weights(module.midlayer) + learned * weights(module.lm_head))
@@ -170,7 +170,7 @@ def operations(module: Any, name: str, batch: DraftBatch, anchors: int) -> float
 
 def block_operations(module: Any, name: str, tokens: int, blocks: int) -> int:
     """Of a draft with DFlash's backbone: its layers, what else learns, and products with the head."""
-    rows, head = blocks * module.config.block_size, WIDTH * VOCABULARY
+    rows, head = blocks * int(module.config.block_size), WIDTH * VOCABULARY
     attention = module.layers[0].self_attn
     keys_values = weights(attention.k_proj, attention.v_proj)
     body = DEPTH * (rows * weights(module.layers[0]) + tokens * keys_values)
