@@ -286,7 +286,8 @@ DISTS = {**OURS, **EXAMPLES}
 PUBLIC = {"errors", "files", "options", "progress", "stopping", "tensors", "uris", "contracts"}
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "domino", "dspark")}
+NAMES = "eagle3", "dflash", "dflash2", "domino", "dspark", "mtp", "peagle"
+ALGORITHMS = {f"draftcore_{name}" for name in NAMES}
 
 
 @cache
@@ -350,7 +351,7 @@ def test_a_dist_imports_what_is_public_and_names_what_it_requires(dist: str) -> 
         assert packages & known <= allowed, file
 
 
-def test_of_the_algorithms_dflash_alone_is_known_to_others_which_derive_from_it() -> None:
+def test_of_the_algorithms_two_are_known_to_others_that_are_made_of_them() -> None:
     known = {
         (package, dist)
         for dist in DISTS
@@ -358,7 +359,10 @@ def test_of_the_algorithms_dflash_alone_is_known_to_others_which_derive_from_it(
         for package in {name.partition(".")[0] for name in named(file)[0]} | named(file)[1]
         if package in ALGORITHMS - {dist.replace("-", "_")}
     }
-    assert known == {("draftcore_dflash", f"draftcore-{name}") for name in ("domino", "dspark")}
+    assert known == {
+        *(("draftcore_dflash", f"draftcore-{name}") for name in ("dflash2", "domino", "dspark")),
+        *(("draftcore_eagle3", f"draftcore-{name}") for name in ("mtp", "peagle")),
+    }
 
 
 def test_the_examples_took_no_line_outside_their_folders() -> None:
