@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftcore_nn.options import DecoderOptions
 from draftcore_nn.target import DecoderShape, shape_of_target
@@ -61,6 +61,8 @@ FAMILIES = {
 @dataclass(frozen=True)
 class MtpConfig(DecoderShape):
     """Everything that fixes a layer's tensors and its forward, beside the sizes of experts."""
+
+    num_layers: ClassVar = 1  # as EAGLE-3's drafter asks
 
     family: str
     num_target_layers: int
