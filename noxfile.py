@@ -48,6 +48,7 @@ TRIED = {
     "llamacpp": (
         "draftcore-bench",
         "draftcore-dflash",
+        "draftcore-dspark",
         "draftcore-eagle3",
         "draftcore-eval",
         "draftcore-nn",

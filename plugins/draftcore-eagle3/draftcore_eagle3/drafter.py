@@ -58,7 +58,7 @@ class Eagle3Drafter:
 
     @torch.inference_mode()
     def allocate(self, batch: int, max_len: int) -> DraftState:
-        config, weight = self.draft.config, self.draft.fc.weight
+        config, weight = self.draft.config, next(self.draft.parameters())
         rows, slots = self.num_drafts + 1, max_len + self.num_drafts + 1
         numbers = torch.zeros(batch, rows, dtype=torch.long, device=weight.device)
         return DraftState(

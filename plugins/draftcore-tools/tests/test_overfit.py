@@ -28,10 +28,11 @@ def overfit(tmp_path: Path, write_run: Any, cli: Callable[..., Result]) -> Overf
 def test_every_algorithm_learns_one_conversation_one_draft_after_the_other(
     overfit: Overfit, tmp_path: Path
 ) -> None:
-    result = overfit(["eagle3", "dflash", "domino", "peagle"], "--row", "2")
+    names = ["eagle3", "dflash", "dflash2", "domino", "dspark", "peagle"]
+    result = overfit(names, "--row", "2")
     assert result.exit_code == 0, result.output
-    _, *parts = re.split(r"^(eagle3|dflash|domino|peagle):\n", result.stdout, flags=re.MULTILINE)
-    assert parts[::2] == ["dflash", "domino", "eagle3", "peagle"], "as YAML sorts them"
+    _, *parts = re.split(rf"^({'|'.join(names)}):\n", result.stdout, flags=re.MULTILINE)
+    assert parts[::2] == sorted(names), "as YAML sorts them"
     for label, text in zip(parts[::2], parts[1::2], strict=True):
         lines = text.splitlines()
         assert lines[0] == "prompt of 22 tokens, the target's own answer has 49"
