@@ -70,10 +70,6 @@ class MtpConfig(DecoderShape):
     head_norms: bool
 
     @property
-    def num_layers(self) -> int:
-        return 1  # EAGLE-3's drafter asks for it
-
-    @property
     def kind(self) -> Family:
         return FAMILIES[self.family]
 
