@@ -106,7 +106,7 @@ def mean(entries: Mapping[str, Any]) -> tuple[str, str]:
     good = [entry for entry in entries.values() if "length" in entry]
     if not good:
         return NONE, NONE
-    shares = zip(*(entry["by_position"] for entry in good), strict=True)
+    shares = zip(*(entry["by_position"] for entry in good), strict=False)
     by_position = " ".join(f"{sum(share) / len(good):.2f}" for share in shares)
     return f"{sum(entry['length'] for entry in good) / len(good):.2f}", by_position
 
@@ -115,9 +115,10 @@ def steps(figures: Figures) -> str:
     """Show the time and the memory of each method's step."""
     drafts, rows = figures.get("step", {}), []
     for name in sorted({*installed(), *drafts}):
-        for case, found in drafts.get(name, {name: {}}).items():
-            cells = (str(found.get(key, NONE)) for key in STEP)
-            rows.append((f"`{name}`", f"`{case}`", *cells))
+        for case, found in drafts.get(name, {"": {}}).items():
+            without = "failed" if "error" in found else NONE
+            cells = (str(found.get(key, without)) for key in STEP)
+            rows.append((f"`{name}`", case, *cells))
     return (
         f"{table('method | case | ms | products, ms | ratio | peak, GiB', rows)}\n\n{when(drafts)}"
     )
