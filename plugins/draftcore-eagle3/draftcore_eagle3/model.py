@@ -123,6 +123,7 @@ class Backbone(TargetVocabulary):
     `target_logits` the scale and the soft cap of the target's logits.
     """
 
+    first: type[FirstLayer] = FirstLayer
     d2t: Tensor | None
 
     def __init__(
@@ -135,7 +136,7 @@ class Backbone(TargetVocabulary):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(3 * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3 * config.fc_norm))
-        self.midlayer = FirstLayer(config)
+        self.midlayer = self.first(config)
         # Named as in files, where the first is `midlayer` for the servers of one layer.
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(config) for i in range(1, config.num_layers)}

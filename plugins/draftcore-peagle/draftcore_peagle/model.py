@@ -4,8 +4,8 @@ A mask row has an embedding and a hidden input of its own, both learned: so the 
 trained, and what stands for the captured layers' states passes through `fc` as these do. The target's head
 is kept beside as the teacher's.
 
-Shape letters: B batch, T tokens, E pairs of an anchor and a depth (see `pairs`), C those above depth 0,
-R pairs with loss, H hidden, V target and U draft vocabulary, K depths.
+Shape letters: B batch, T tokens, S = T + 1, E pairs of an anchor and a depth (see `pairs`), C those above
+depth 0, R pairs with loss, H hidden, V target and U draft vocabulary, K depths, Q queries, keys and values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 from draftcore_eagle3.loss import Rows
-from draftcore_eagle3.model import Backbone
+from draftcore_eagle3.model import Backbone, FirstLayer
 from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import full_precision
 from draftcore_nn.losses import teach
@@ -29,9 +29,23 @@ from draftcore_peagle.options import PEagleOptions
 from draftcore_peagle.pairs import Drawn, Pairs, draw
 
 
+class MaskedLayer(FirstLayer):
+    """The first layer, which projects mask rows once: but for their positions they are alike.
+
+    It is given embeddings of rows up to the first of those masks, and hidden inputs of all.
+    """
+
+    def project(self, embedding_BSH: Tensor, hidden_BEH: Tensor) -> Tensor:
+        rows = embedding_BSH.shape[1]
+        qkv_BSQ = super().project(embedding_BSH, hidden_BEH[:, :rows])
+        more_BEQ = qkv_BSQ[:, -1:].expand(-1, hidden_BEH.shape[1] - rows, -1)
+        return torch.cat([qkv_BSQ, more_BEQ], 1)
+
+
 class PEagleDraft(Backbone):
     """The draft with its loss. What stands for features at a mask row is [1, 1, 3H], drawn from N(0, 1)."""
 
+    first = MaskedLayer
     config: PEagleConfig
     options: PEagleOptions
 
@@ -102,11 +116,11 @@ class PEagleDraft(Backbone):
         batch_size, length = batch.token_ids_BT.shape
         token_BT = functional.pad(batch.token_ids_BT[:, 1:], (0, 1))
         mask_H = self.embed(token_BT.new_full((), self.config.mask_token_id))
-        masks = (batch_size, anchor_BE.shape[1] - length, -1)  # they are alike
-        embedding_BEH = torch.cat([self.embed(token_BT), mask_H.expand(masks)], 1)
-        hidden_BEH = torch.cat([self.combine(batch.features), self.masked().expand(masks)], 1)
+        embedding_BSH = torch.cat([self.embed(token_BT), mask_H.expand(batch_size, 1, -1)], 1)
+        masked_BCH = self.masked().expand(batch_size, anchor_BE.shape[1] - length, -1)
+        hidden_BEH = torch.cat([self.combine(batch.features), masked_BCH], 1)
         angles = self.rotary(anchor_BE + depth_BE)
         attention = partial(attend, seen=seen_by(anchor_BE, depth_BE, pairs.tiles))
         for layer in self.stack():
-            hidden_BEH = layer(embedding_BEH, hidden_BEH, angles, attention)
+            hidden_BEH = layer(embedding_BSH, hidden_BEH, angles, attention)
         return self.norm(hidden_BEH)  # type: ignore[no-any-return]

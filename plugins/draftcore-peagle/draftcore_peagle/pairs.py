@@ -38,9 +38,9 @@ Drawn = tuple[Tensor, Tensor]  # anchors, and depths above 0
 class Pairs(OnDevice):
     """The pairs of a batch: the rows at depth 0, then of each sample those above, by anchor and depth.
 
-    Samples with fewer have some at anchor -1, before the others: they see each other, and nothing sees
-    them. row_R are the pairs with loss, flat b*E + e, and taught_R their teachers' rows, flat b*T + t, filled
-    up where `real_R` is false. `tiles` are for FlexAttention.
+    There is always one above. Samples with fewer have some at anchor -1, before the others: they see each
+    other, and nothing sees them. row_R are the pairs with loss, flat b*E + e, and taught_R their teachers'
+    rows, flat b*T + t, filled up where `real_R` is false. `tiles` are for FlexAttention.
     """
 
     anchor_BE: Tensor
@@ -53,7 +53,7 @@ class Pairs(OnDevice):
     @classmethod
     def of(cls, mask_BT: Tensor, drawn: Sequence[Drawn], depths: int, *, tiled: bool) -> Pairs:
         """Lay pairs out, by the mask of rows on the CPU."""
-        (batch, length), most = mask_BT.shape, max(len(anchors) for anchors, _ in drawn)
+        (batch, length), most = mask_BT.shape, max(1, *(len(anchors) for anchors, _ in drawn))
         anchor_BC, depth_BC = (
             torch.stack([functional.pad(x, (most - len(x), 0), value=fill) for x in side])
             for side, fill in zip(zip(*drawn, strict=True), (-1, depths), strict=True)
