@@ -217,9 +217,8 @@ def distribution_losses(
     - `lk_lambda`: w kl + (1 - w) tv, w = exp(-3 overlap) held constant in the gradient
       (arXiv 2602.23881; speculators calls the two `nla` and `lk_hybrid`).
 
-    With `low_rank`, z [R, E] in the dtype of h and U [V, E], q is of W h + U z. Differentiable in h, z
-    and U.
-    Weights are constants, and 0 for rows that only fill up. Raises KeyError for another loss.
+    With `low_rank`, z [R, E] in the dtype of h and U [V, E], q is of W h + U z. Differentiable in h,
+    z and U. Weights are constants, and 0 for rows that only fill up. Raises KeyError for another loss.
     """
     low_RE, up_VE = low_rank or (None, None)
     inputs = (hidden_RH, low_RE, up_VE)
