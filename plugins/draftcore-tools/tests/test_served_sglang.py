@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_dflash2.convolution import ShortConvolution
 from draftcore_hf.target import TransformersTarget
 from draftcore_nn.served import Host, Round, leads, proposals, rotate, served_rope
 from draftcore_sdk.exports import ROPES
@@ -101,7 +102,7 @@ def a_round(host: Host, layers: tuple[int, ...]) -> Round:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino", "dspark"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "dflash2", "domino", "dspark"])
 def test_sglangs_parsers_read_the_same_of_a_config(
     algorithm: str, make_run: Any, sglang: None, host: Host
 ) -> None:
@@ -121,9 +122,11 @@ def test_sglangs_parsers_read_the_same_of_a_config(
     for name in ("mask_token_id", "num_target_layers"):
         assert getattr(parsed, name) == served.facts[name]
     assert parsed.is_domino == (algorithm == "domino")
-    if parsed.is_domino:
-        names = ("shift_label", "gru_hidden_dim", "emb_dim")
-        assert [getattr(parsed, n) for n in names] == [served.field(n) for n in names]
+    names = {
+        "domino": ("shift_label", "gru_hidden_dim", "emb_dim"),
+        "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    }.get(algorithm, ())
+    assert [getattr(parsed, n) for n in names] == [served.field(n) for n in names]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
@@ -206,16 +209,16 @@ def causal(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("algorithm", ["dflash", "domino", "dspark"])
+@pytest.mark.parametrize("algorithm", ["dflash", "dflash2", "domino", "dspark"])
 def test_an_export_fills_every_parameter_of_sglangs_model(
     algorithm: str, make_run: Any, process: None, host: Host
 ) -> None:
-    from sglang.srt.models.dflash import DFlashDraftModel
-    from sglang.srt.models.dspark import Qwen3DSparkModel
+    from sglang.srt.models import dflash, dspark
 
     exported = make_run(algorithm)
-    kind = Qwen3DSparkModel if algorithm == "dspark" else DFlashDraftModel
-    model, served = loaded(kind, exported), read(exported)
+    (name,) = read(exported).config["architectures"]
+    models = dspark if algorithm == "dspark" else dflash
+    model, served = loaded(getattr(models, name), exported), read(exported)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     at = a_round(host, served.captured(host))
     weight, eps = served.tensors["hidden_norm.weight"], served.config["rms_norm_eps"]
@@ -224,6 +227,33 @@ def test_an_export_fills_every_parameter_of_sglangs_model(
     with torch.no_grad():
         theirs = model.project_target_hidden(torch.cat(at.hidden, -1))
     assert float((ours - theirs).abs().max()) < LIMIT
+
+
+def test_sglangs_convolution_and_selector_compute_what_is_trained_and_read(
+    make_run: Any, process: None, host: Host
+) -> None:
+    from sglang.srt.models.dflash import DFlash2DraftModel
+
+    served = read(exported := make_run("dflash2"))
+    model, at = loaded(DFlash2DraftModel, exported), a_round(host, served.captured(host))
+    hidden_SH, size = served.block_hidden(at), served.block_size
+    theirs, ours = model.layers[1].mlp_conv, ShortConvolution(host.hidden_size, 2, 16)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        inner_SH, change = theirs.prepare(hidden_SH)
+        found = theirs.finish(inner_SH.tanh(), change)
+        assert float((found - ours(hidden_SH, torch.tanh)).abs().max()) < LIMIT
+        unary_DV = hidden_SH[1:] @ host.head_VH.T
+        unary_1DK, ids_1DK = unary_DV[None].topk(served.field("selector_top_k"))
+        lattice = model.candidate_selector.build_lattice(
+            candidate_ids=ids_1DK, unary_logits=unary_1DK, hidden_states=hidden_SH[None, 1:],
+            anchor_token_ids=torch.tensor([at.last]),
+        )  # fmt: skip
+        walked_1D, _ = model.candidate_selector.sample_path(
+            candidate_ids=ids_1DK, scores=lattice, uniforms=torch.zeros(1, size - 1),
+            temperatures=torch.ones(1, 1), greedy_mask=torch.tensor([True]),
+        )  # fmt: skip
+    assert torch.equal(walked_1D[0], proposals(served, at, size - 1))
 
 
 @pytest.mark.parametrize("shifted", [True, False])
