@@ -22,7 +22,7 @@ from draftcore.contracts.algorithm import Draft, Sample
 from draftcore_sdk.causality import LABELS, Reading, learning
 from draftcore_sdk.check import variants
 from draftcore_sdk.drafting import Told, nodes, parents_of
-from draftcore_sdk.suite import Suite, once
+from draftcore_sdk.suite import Suite, slow
 from draftcore_sdk.workbench import ANSWER, STEPS, VOCABULARY, Bench
 
 EXACT = (
@@ -37,7 +37,7 @@ Note = Callable[[str, object], None]  # pytest's `record_property`: the report s
 class Taught(Suite):
     """The part of `algorithms.AlgorithmSuite` that compares training's loss with the drafter."""
 
-    @once
+    @slow
     def test_the_drafter_computes_what_training_taught(
         self, bench: Bench, record_property: Note
     ) -> None:
