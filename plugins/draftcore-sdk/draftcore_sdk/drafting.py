@@ -58,6 +58,7 @@ class Drafting(Suite):
         off = float((drawn.probs_BKV.sum(-1) - 1).abs().max())
         assert off < 5e-6, f"probabilities add up to 1 up to {off:.2g}"
 
+    @once
     def test_proposing_changes_nothing(self, bench: Bench) -> None:
         told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
         first = told.drafts()
@@ -142,6 +143,7 @@ class Drafting(Suite):
             how = f"after {number} accept() it drafts otherwise than after prefill() of as many tokens"
             told.drafts().require(whole.drafts(), f"{how}\nit goes on from another token or state")
 
+    @once
     def test_selected_rows_go_on_as_before(self, bench: Bench) -> None:
         told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS, ROUNDS[:1])
         before = told.drafts()
@@ -152,6 +154,7 @@ class Drafting(Suite):
             how = f"after select([2, 0]) row {row} is drafted for otherwise"
             after.row(place).require(before.row(row), how)
 
+    @once
     def test_a_temperature_sharpens_the_distributions(self, bench: Bench) -> None:
         """At half the temperature, the first draft's probabilities are squared and normalised."""
         told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
@@ -159,6 +162,7 @@ class Drafting(Suite):
         gap = nats(half, plain.square() / plain.square().sum(-1, keepdim=True))
         assert gap < NATS, f"a temperature of 0.5 is another one by {gap:.2g} nats"
 
+    @once
     def test_draws_come_from_the_generator_that_is_given(self, bench: Bench) -> None:
         told = Told(bench.drafter(bench.build()), bench.texts * 4, LENGTHS * 4)
         with global_seed(1):
@@ -174,6 +178,7 @@ class Drafting(Suite):
         same = all(torch.equal(first.drawn_BN, other) for other in others)
         assert not same, "four seeds, and the same drafts: it seeds a generator itself"
 
+    @once
     def test_a_node_depends_on_what_is_above_and_beside_it(self, bench: Bench) -> None:
         """On nothing else of its row or tree; greedily no token is there twice.
 

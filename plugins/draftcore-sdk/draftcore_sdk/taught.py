@@ -28,7 +28,7 @@ from draftcore_sdk.workbench import ANSWER, STEPS, VOCABULARY, Bench
 EXACT = (
     3e-5  # between a loss and a surprise; at most 6e-6 in nine algorithms, features in half 4e-4
 )
-ROWS, DRAWN, TRIED = 64, 1024, 16  # of draws, of draws for one token, of labels
+ROWS, DRAWN, TRIED = 64, 1024, 10  # of draws, of draws for one token, of labels
 # What a teacher may do with the target's logits, and what it then has forgotten.
 TEACHERS = {"": (1, 1), "soft cap": (1, 0), "scale": (0, 1), "scale and soft cap": (0, 0)}
 Note = Callable[[str, object], None]  # pytest's `record_property`: the report shows it

@@ -382,9 +382,10 @@ ChainDrafter.prefill(state, tokens_BT, *given):
 == drafts_the_tokens_that_came_first: test_a_part_of_the_vocabulary_is_that_of_the_most_frequent_tokens
 ChainAlgorithm.build_draft(target, data):
     draft = super().build_draft(target, data)
-    draft.module.first = list(data.token_counts)[:99]
+    hidden_V = torch.full((target.vocab_size,), -torch.inf)
+    draft.module.hidden_V = hidden_V.index_fill(0, torch.tensor([*data.token_counts][:99]), 0)
     return draft
-choose(logits_BV, => choose(torch.full_like(logits_BV, -99).index_fill(1, torch.tensor(self.draft.first), 0) * 9 + logits_BV,
+choose(logits_BV, => choose(self.draft.hidden_V + logits_BV,
 == ignores_a_warm_start: test_a_warm_start_begins_with_the_draft_that_was_exported
 +    warm_start: str | None = None
      steps: int = Field(
