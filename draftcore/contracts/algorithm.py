@@ -259,7 +259,7 @@ class Drafter(Protocol):
     request: FeatureRequest
 
     def allocate(self, batch: int, max_len: int) -> Any:
-        """Return a state with KV for `batch` rows of up to `max_len` positions."""
+        """Return a state with KV for `batch` rows of up to `max_len` positions, drafts included."""
 
     def prefill(
         self, state: Any, tokens_BT: Tensor, lengths_B: Tensor, features: Mapping[str, Tensor],

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import AutoConfig, AutoTokenizer, cache_utils
 from transformers.models.auto import modeling_auto
-from transformers.quantizers.auto import get_hf_quantizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -349,6 +348,9 @@ def require_loadable(spec: TransformersTarget) -> None:
         spec._read(modules, whole=False)
     with read_target(spec.path, weights_text(spec)):
         if getattr(spec.config, "quantization_config", None):
+            # It brings what loads models, which takes seconds.
+            from transformers.quantizers.auto import get_hf_quantizer
+
             if not get_hf_quantizer(copy.deepcopy(spec.config), None, None, True, {})[0]:
                 raise ValueError("transformers knows no such quantisation")
             return
@@ -401,7 +403,7 @@ class TransformersModel:
     def __init__(self, spec: TransformersTarget, parts: int = 1) -> None:
         self.spec: TargetSpec = spec
         self.device, self.dtype = resolve_device(spec.device), spec.dtype
-        self.model: Any = load_weights(spec, parts)
+        self.model: Any = self.load(spec, parts)
         with read_target(spec.path, "generation_config.json"):
             if file := fetch(spec, "generation_config.json"):
                 json.loads(Path(file).read_text())  # transformers takes one that is torn for none
@@ -424,6 +426,10 @@ class TransformersModel:
         self.decoder, self.layers = stacks[0]
         self._empty_cache = list[Any]()  # what transformers keeps of a single token, by layer
         self._wider: Any = None
+
+    def load(self, spec: TransformersTarget, parts: int) -> Any:
+        """Return the model, or this process' part of it."""
+        return load_weights(spec, parts)
 
     @torch.inference_mode()
     def features(

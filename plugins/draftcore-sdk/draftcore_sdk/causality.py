@@ -14,10 +14,11 @@ import torch
 
 from draftcore.contracts.algorithm import Draft, Sample
 from draftcore.errors import DraftcoreError
-from draftcore_sdk.suite import Suite
-from draftcore_sdk.workbench import UNHEARD, Bench
+from draftcore_sdk.suite import Suite, once
+from draftcore_sdk.workbench import UNHEARD, Bench, as_ratio
 
 TOKENS, LEARNED = 24, range(12, 16)  # of a text, and those of them that the loss mask has
+LONG, PART, SEEDS = 160, 40, 8  # tokens of a longer one and of its parts; how often is drawn
 LABELS = {"last_hidden", "topk_logits", "topk_ids"}  # features that make the target's distribution
 STILL = {torch.float64: 1e-9, torch.float32: 1e-5}  # of a loss: what may be rounding
 
@@ -56,6 +57,33 @@ class Causality(Suite):
         assert alone != 0, f"the loss is 0 of a row of {length} tokens: its end does not count"
         same = math.isclose(alone, both, rel_tol=1e-5)
         assert same, f"a row of one token makes {both:.6g} of a loss of {alone:.6g}"
+
+    @once
+    def test_every_part_of_a_long_text_is_learned(self, bench: Bench) -> None:
+        """Where what is learned of a text is drawn, by one seed or another."""
+        text = learning(bench.texts[0], LONG, range(LONG))
+
+        def loss(text: Sample, seed: int) -> float:
+            output = bench.output(bench.noisy, bench.collate([text]), seed=seed)
+            return float(as_ratio(output).numerator.detach())
+
+        for start in range(0, LONG, PART):
+            mask_T = text.loss_mask_T.clone()
+            mask_T[start : start + PART] = False
+            less = dataclasses.replace(text, loss_mask_T=mask_T)
+            counts = any(loss(text, seed) != loss(less, seed) for seed in range(SEEDS))
+            part = f"tokens {start} to {start + PART - 1} of a text of {LONG}"
+            assert counts, f"{part} are never learned, by {SEEDS} seeds: choose among all of them"
+
+    def test_a_held_out_loss_has_no_noise(self, bench: Bench) -> None:
+        """Of one token to be learned there is nothing to choose: what the seed changes is noise."""
+        batch = bench.collate([learning(bench.texts[1], TOKENS, range(12, 13))])
+        drawn = [bench.output(bench.noisy, batch, seed=n, training=False) for n in range(SEEDS)]
+        losses = {float(as_ratio(output).numerator.detach()) for output in drawn}
+        assert len(losses) < SEEDS, (
+            f"with context.training=False {SEEDS} seeds give {SEEDS} losses of one token, from "
+            f"{min(losses):.6g} to {max(losses):.6g}: leave the noise out, it is of training"
+        )
 
     def _loss(self, bench: Bench, *samples: Sample) -> float:
         return float(bench.loss(bench.draft, bench.collate(samples)).numerator.detach())

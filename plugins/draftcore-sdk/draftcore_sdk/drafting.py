@@ -19,11 +19,11 @@ import pytest
 import torch
 from draftcore_eval.proposals import checked_proposal, depth_of
 from draftcore_graphs.states import fault
-from draftcore_hf.target import TransformersTarget
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Drafter, Proposal, Sample
+from draftcore_sdk.plain import open_target
 from draftcore_sdk.suite import Suite, once
 from draftcore_sdk.workbench import (
     VOCABULARY,
@@ -36,6 +36,8 @@ from draftcore_sdk.workbench import (
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
 FLOOR = 1e-6  # probabilities below it are not told apart
 LENGTHS, LONGEST = (19, 7, 24), 30  # of the prompts, of a round
+SLOTS = 255  # positions of a text with its drafts: no multiple of what memory is rounded to
+FREQUENT = 0.9  # of a draft vocabulary; some tokens may be in it whatever the counts are
 ROUNDS = ((1, 99, 2), (99, 2, 1))  # tokens that are accepted of three rows; 99 is as many as can be
 
 
@@ -44,11 +46,11 @@ class Drafting(Suite):
 
     def test_a_state_is_tensors_with_the_batch_first(self, bench: Bench) -> None:
         """Graphs narrow a state to its first rows, and would freeze anything else in it."""
-        why = fault(bench.drafter(bench.trained.draft).allocate(3, 16), 3)
+        why = fault(bench.drafter(bench.noisy).allocate(3, 16), 3)
         assert why is None, why
 
     def test_proposals_have_shapes_and_probabilities_as_they_must(self, bench: Bench) -> None:
-        told = Told(bench.drafter(bench.begun), bench.texts, LENGTHS)
+        told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
         assert told.propose().probs_BKV is None, "greedy proposals have no probabilities"
         drawn = told.propose(0.8)
         assert drawn.probs_BKV is not None
@@ -56,8 +58,9 @@ class Drafting(Suite):
         off = float((drawn.probs_BKV.sum(-1) - 1).abs().max())
         assert off < 5e-6, f"probabilities add up to 1 up to {off:.2g}"
 
+    @once
     def test_proposing_changes_nothing(self, bench: Bench) -> None:
-        told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS)
+        told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
         first = told.drafts()
         for _ in range(3):
             told.drafts().require(first, "it proposes again, and nothing was accepted in between")
@@ -65,7 +68,7 @@ class Drafting(Suite):
     @once
     def test_drafting_for_a_target_in_bf16_leaves_the_weights_in_fp32(self, bench: Bench) -> None:
         """They are those that are trained: an evaluation on the way must not round them."""
-        spec = TransformersTarget(bench.example.spec.path, device="cpu", dtype="bfloat16")
+        spec = open_target(bench.example.spec.path, device="cpu", dtype="bfloat16")
         draft = bench.build()
         before, weights = snapshot(draft), [*map(id, draft.module.parameters())]
         drafter = bench.drafter(draft, spec.load_model())
@@ -78,7 +81,7 @@ class Drafting(Suite):
 
     def test_what_pads_prompts_and_rounds_changes_no_draft(self, bench: Bench) -> None:
         """Whatever stands behind `lengths_B` tokens of a prompt and `counts_B` of a round."""
-        drafter = bench.drafter(bench.trained.draft)
+        drafter = bench.drafter(bench.noisy)
         cases = {"prompts (beyond lengths_B)": (), "rounds (beyond counts_B)": ROUNDS}
         for what, rounds in cases.items():
             one, other = (Told(drafter, bench.texts, LENGTHS, rounds, seed) for seed in (1, 2))
@@ -86,7 +89,7 @@ class Drafting(Suite):
 
     def test_a_prompt_may_be_long_or_a_single_token(self, bench: Bench) -> None:
         """Beside one of another length it is drafted for as if it were alone."""
-        drafter, texts = bench.drafter(bench.trained.draft), bench.texts[:2]
+        drafter, texts = bench.drafter(bench.noisy), bench.texts[:2]
         lengths = [len(texts[0].token_ids_T) - 1, 1]
         told = Told(drafter, texts, lengths)
         together = told.drafts()
@@ -101,17 +104,48 @@ class Drafting(Suite):
         again = Told(drafter, texts, lengths, state=other.state)
         together.require(again.drafts(), "prefill() leaves of a state what was in it before")
 
+    @once
+    def test_a_state_holds_as_many_positions_as_are_asked_for(self, bench: Bench) -> None:
+        """A decoder asks for those of the longest text, and of the drafts past its end."""
+        drafter, text = bench.drafter(bench.noisy), bench.texts[:1]
+        told: Any = {"drafter": drafter, "texts": text, "lengths": [SLOTS - drafter.num_drafts - 3]}
+        (short, long) = (Told(**told, pad=0, span=span).drafts() for span in (SLOTS, 2 * SLOTS))
+        short.require(long, f"a text that ends with max_len={SLOTS} is drafted for otherwise")
+
+    @once
+    def test_a_part_of_the_vocabulary_is_that_of_the_most_frequent_tokens(
+        self, bench: Bench
+    ) -> None:
+        """By the counts of the data, of which the rarest come first here."""
+        counts = {number * 101 % VOCABULARY: 1 + number for number in range(VOCABULARY)}
+        data = dataclasses.replace(bench.summary, token_counts=counts)
+        drawn = Told(bench.drafter(bench.build(data=data)), bench.texts, LENGTHS).propose(1.0)
+        assert drawn.probs_BKV is not None
+        drawable_BKV = drawn.probs_BKV > 0
+        if not bool((drawable_BKV == drawable_BKV[0, 0]).all()):
+            pytest.skip("other tokens can be drawn in each place")
+        drawable = drawable_BKV[0, 0].nonzero()[:, 0].tolist()
+        if len(drawable) == VOCABULARY:
+            pytest.skip("it drafts all tokens")
+        frequent = {*list(counts)[-len(drawable) :]}
+        share = len(frequent.intersection(drawable)) / len(drawable)
+        assert share > FREQUENT, (
+            f"of the {len(drawable)} tokens that it drafts, {share:.0%} are among the most frequent "
+            "ones: take those of which `DataSummary.token_counts` has most"
+        )
+
     def test_rounds_that_were_accepted_count_as_a_longer_prompt(self, bench: Bench) -> None:
         """What a round leaves behind is what a prefill of the same tokens would have."""
-        drafter = bench.drafter(bench.trained.draft)
+        drafter = bench.drafter(bench.noisy)
         for number in range(1, len(ROUNDS) + 1):
             told = Told(drafter, bench.texts, LENGTHS, ROUNDS[:number])
             whole = Told(drafter, bench.texts, told.lengths)
             how = f"after {number} accept() it drafts otherwise than after prefill() of as many tokens"
             told.drafts().require(whole.drafts(), f"{how}\nit goes on from another token or state")
 
+    @once
     def test_selected_rows_go_on_as_before(self, bench: Bench) -> None:
-        told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS, ROUNDS[:1])
+        told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS, ROUNDS[:1])
         before = told.drafts()
         told.state = told.drafter.select(told.state, torch.tensor([2, 0]))
         told.texts = told.texts[:2]  # as many
@@ -120,13 +154,15 @@ class Drafting(Suite):
             how = f"after select([2, 0]) row {row} is drafted for otherwise"
             after.row(place).require(before.row(row), how)
 
+    @once
     def test_a_temperature_sharpens_the_distributions(self, bench: Bench) -> None:
         """At half the temperature, the first draft's probabilities are squared and normalised."""
-        told = Told(bench.drafter(bench.trained.draft), bench.texts, LENGTHS)
+        told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
         plain, half = (told.drafts(t).probs_BKV[:, 0].double() for t in (1.0, 0.5))
         gap = nats(half, plain.square() / plain.square().sum(-1, keepdim=True))
         assert gap < NATS, f"a temperature of 0.5 is another one by {gap:.2g} nats"
 
+    @once
     def test_draws_come_from_the_generator_that_is_given(self, bench: Bench) -> None:
         told = Told(bench.drafter(bench.build()), bench.texts * 4, LENGTHS * 4)
         with global_seed(1):
@@ -142,12 +178,13 @@ class Drafting(Suite):
         same = all(torch.equal(first.drawn_BN, other) for other in others)
         assert not same, "four seeds, and the same drafts: it seeds a generator itself"
 
+    @once
     def test_a_node_depends_on_what_is_above_and_beside_it(self, bench: Bench) -> None:
         """On nothing else of its row or tree; greedily no token is there twice.
 
         Whether it counts may depend on all that was drawn before.
         """
-        told = Told(bench.drafter(bench.begun), bench.texts[:1] * 64, LENGTHS[:1] * 64)
+        told = Told(bench.drafter(bench.noisy), bench.texts[:1] * 64, LENGTHS[:1] * 64)
         greedy, drawn, known = told.propose(), told.propose(0.5), dict[str, Any]()
         for row, at, _, beside in nodes(greedy):
             token = int(greedy.tokens_BK[row, at])
@@ -162,12 +199,13 @@ class Drafting(Suite):
             same = known.setdefault(said, counts) == counts
             assert same, f"{said}, whether node {at} counts depends on what it draws itself"
 
+    @once
     @pytest.mark.parametrize("temperature", [0.5, 1.0])
     def test_sampled_drafts_follow_the_probabilities_they_come_with(
         self, bench: Bench, temperature: float
     ) -> None:
         """The mean probability of what was drawn, and counts, is the distribution's, within 5 sigma."""
-        told = Told(bench.drafter(bench.begun), bench.texts * 64, LENGTHS * 64)
+        told = Told(bench.drafter(bench.noisy), bench.texts * 64, LENGTHS * 64)
         excess = variance = 0.0
         for seed in range(3):
             drawn = told.propose(temperature, seed)
@@ -223,11 +261,12 @@ class Told:
     def __init__(
         self, drafter: Drafter, texts: Sequence[Sample], lengths: Sequence[int],
         rounds: Sequence[Sequence[int]] = (), seed: int = 0, pad: int = 2, state: Any = None,
+        span: int = 0,
     ) -> None:  # fmt: skip
         self.drafter, self.texts, self.lengths = drafter, texts, list(lengths)
         self.generator = torch.Generator().manual_seed(seed)
         width = depth_of(drafter) + 1
-        span = max(lengths) + pad + (len(rounds) + 1) * (drafter.num_drafts + 1)
+        span = span or max(lengths) + pad + (len(rounds) + 1) * (drafter.num_drafts + 1)
         self.state = drafter.allocate(len(texts), span) if state is None else state
         tokens_BT, features = self._window([0] * len(texts), lengths, max(lengths) + pad, 0)
         next_B = torch.stack([t.token_ids_T[n] for t, n in zip(texts, lengths, strict=True)])

@@ -32,7 +32,8 @@ class Project:
         held_out = conversations(folder / "eval.jsonl", ["yes", "no"])
         config = {
             "run": str(self.run),
-            "target": {"path": bench.example.spec.path, "device": "cpu"},
+            "target": {"name": "plain", "path": bench.example.spec.path, "device": "cpu"},
+            "capture": {"name": "hf"},
             "data": {"train": str(train), "eval": str(held_out)},
             "algorithm": {"name": bench.offer.name, "options": dict(bench.data)},
             "store": store,

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report-to", type=int, required=True, help="file descriptor to write to")
     parser.addoption("--end-with", type=int, required=True, help="descriptor that the reader holds")
     parser.addoption("--limit", type=float, required=True, help="seconds that a test may take")
-    parser.addoption("--quick", action="store_true", help="leave out slow tests")
+    parser.addoption(
+        "--quick", action="store_true", help="leave out slow tests and further options"
+    )
     parser.addoption("--only", default="", help="part of the names of the tests to run")
 
 
@@ -58,6 +61,7 @@ class Reporter:
             self._write({"names": list(dict.fromkeys(names))})
         slow = [item for item in items if hasattr(item.function, "slow")]
         if config.getoption("--quick"):
+            items[:] = [item for item in items if number_of(item) in (None, 1)]
             for item in slow:
                 item.add_marker(pytest.mark.skip(reason="slow, left out by --quick"))
         else:
@@ -91,6 +95,12 @@ class Reporter:
     def _write(self, data: dict[str, Any]) -> None:
         self.file.write(json.dumps(data) + "\n")
         self.file.flush()
+
+
+def number_of(item: Any) -> int | None:
+    """Return which set of options a test of an algorithm tries, where its offer has examples."""
+    options: Mapping[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    return options.get("bench")
 
 
 def judge(report: pytest.TestReport) -> tuple[str, dict[str, str]]:

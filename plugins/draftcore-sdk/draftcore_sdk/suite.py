@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 def once(test: T) -> T:
-    """Mark a standard test that an offer's `examples` do not repeat, as they do not slow ones."""
+    """Mark a standard test that runs with one set of options: the first of an offer's `examples`.
+
+    As slow ones do. Where an offer has none, those are the suite's own options.
+    """
     vars(test)["once"] = True
     return test
 

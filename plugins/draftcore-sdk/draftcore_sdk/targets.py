@@ -7,8 +7,8 @@ suite. Shape letters: B batch, T tokens, H width, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -551,6 +551,17 @@ def require_near(found: Tensor, right: Tensor, rounding: float = ROUNDING, told:
     )
 
 
+@contextmanager
+def rubbish() -> Iterator[None]:
+    """Fill what is allocated and not written with nan, as memory that is used again may be."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 class Decoding:
     """Rows that a target reads on from a cache."""
 
@@ -563,7 +574,8 @@ class Decoding:
         self.request = replace(self.whole, dtype=stored)
         begun_BT, self.lengths_B = right_padded(rows)
         try:
-            self.cache = model.allocate(len(rows), begun_BT.shape[1] + NEW)
+            with rubbish():
+                self.cache = model.allocate(len(rows), begun_BT.shape[1] + NEW)
         except UsageError as error:
             pytest.skip(f"it decodes nothing: {error}")
         start_B = torch.zeros_like(self.lengths_B)

@@ -22,13 +22,13 @@ from draftcore.contracts.algorithm import Draft, Sample
 from draftcore_sdk.causality import LABELS, Reading, learning
 from draftcore_sdk.check import variants
 from draftcore_sdk.drafting import Told, nodes, parents_of
-from draftcore_sdk.suite import Suite, once
+from draftcore_sdk.suite import Suite, slow
 from draftcore_sdk.workbench import ANSWER, STEPS, VOCABULARY, Bench
 
 EXACT = (
     3e-5  # between a loss and a surprise; at most 6e-6 in nine algorithms, features in half 4e-4
 )
-ROWS, DRAWN, TRIED = 64, 1024, 16  # of draws, of draws for one token, of labels
+ROWS, DRAWN, TRIED = 64, 1024, 10  # of draws, of draws for one token, of labels
 # What a teacher may do with the target's logits, and what it then has forgotten.
 TEACHERS = {"": (1, 1), "soft cap": (1, 0), "scale": (0, 1), "scale and soft cap": (0, 0)}
 Note = Callable[[str, object], None]  # pytest's `record_property`: the report shows it
@@ -37,7 +37,7 @@ Note = Callable[[str, object], None]  # pytest's `record_property`: the report s
 class Taught(Suite):
     """The part of `algorithms.AlgorithmSuite` that compares training's loss with the drafter."""
 
-    @once
+    @slow
     def test_the_drafter_computes_what_training_taught(
         self, bench: Bench, record_property: Note
     ) -> None:

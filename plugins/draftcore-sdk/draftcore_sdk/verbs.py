@@ -35,7 +35,9 @@ def watched(results: Iterable[Result]) -> Iterator[Result]:
 @click.option(
     "--each", is_flag=True, help="Try every boolean or literal option's other values, too."
 )
-@click.option("--quick", is_flag=True, help="Leave out slow tests, and say which: 10 s at most.")
+@click.option(
+    "--quick", is_flag=True, help="Leave out slow tests, say which; try one set of options: ~10 s."
+)
 @click.option("--only", default="", help="Run the tests with these words in their names.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context

@@ -26,9 +26,7 @@ import torch
 from draftcore_eval.decode import EagerRunner, speculate
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Decoded
-from draftcore_hf.target import TransformersTarget
 from draftcore_nn.served import ServedDraft
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftcore.contracts.algorithm import (
@@ -45,8 +43,8 @@ from draftcore.contracts.capture import FeatureRequest
 from draftcore.contracts.hooks import Specs
 from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetModel, TargetSpec
+from draftcore_sdk import plain
 from draftcore_sdk.internals import build_optimizer, scale_and_clip, type_error
-from draftcore_sdk.targets import tiny_target
 
 LAYERS, GROWTH, ANSWER = 12, 1.5, 10
 VOCABULARY = 259  # of bytes and three special tokens
@@ -57,7 +55,7 @@ SHAPE: Mapping[str, Any] = {
 }  # fmt: skip
 UNHEARD = 8  # numbers of the last hidden state that the target's head does not read
 # Their answers begin with one or two tokens in common: features have to tell which one follows.
-QUESTIONS = ("a6", "a9", "c9")
+QUESTIONS = ("a1", "c1", "c6")
 STEPS, RATE, SEED = 30, 0.01, 7
 LONGEST = 3 * STEPS  # steps after which a draft has learned what it can
 GREEDY = EvalOptions(max_new_tokens=ANSWER, batch=len(QUESTIONS))
@@ -71,6 +69,20 @@ from draftcore import hookimpl
 def step_finished(step):
     if os.environ.get({STOP_AT!r}) == str(step):
         signal.raise_signal(signal.SIGINT)
+"""
+# And it offers the target in plain torch: no process has to import transformers' models.
+TARGET = """
+from draftcore.contracts.offers import Offer
+
+@hookimpl
+def describe():
+    return [Offer("target", "plain", options="draftcore_hf.options:TargetOptions")]
+
+@hookimpl
+def target(name, options):
+    if name == "plain":
+        from draftcore_sdk.plain import open_target
+        return open_target(**options.model_dump())
 """
 
 
@@ -97,16 +109,11 @@ class Example:
         `more` is JSON, which can be a key: what `tiny_target` is told beside the usual shape.
         """
         shape = {**SHAPE, **json.loads(more)}
-        weights = tiny_target(folder / "target", std=0.5, **shape) / "model.safetensors"
-        tensors, grown = load_file(weights), ("o_proj.weight", "down_proj.weight")
-        tensors["lm_head.weight"][:, :UNHEARD] = 0
-        for name in [name for name in tensors if name.endswith(grown)]:
-            # A layer writes more than all before it: no layer's output stands for another's.
-            tensors[name] *= GROWTH ** int(name.partition(".layers.")[2].partition(".")[0])
-        save_file(tensors, weights, metadata={"format": "pt"})
+        write = plain.write if shape == SHAPE else plain.write_other
+        path = write(folder / "target", GROWTH, UNHEARD, **shape)
         stopper = folder / "draftcore_suite_stop.py"
-        stopper.write_text(STOPPER)
-        spec = TransformersTarget(str(folder / "target"), device="cpu")
+        stopper.write_text(STOPPER + TARGET)
+        spec = plain.open_target(str(path), device="cpu")
         spec.logit_scale, spec.logit_softcap = 2.0, 20.0  # greedy decoding is the same with them
         written = spec.load_tokenizer().apply_chat_template
         asked = [[{"role": "user", "content": text}] for text in QUESTIONS]
@@ -150,7 +157,6 @@ class Bench:
     data: Mapping[str, Any]  # the options as a run's YAML has them
     loose: Sequence[Path]  # the files of plugins that are not installed
     extras: Sequence[str] = ()  # installed wrappers and observers
-    briefly: bool = False  # its drafts are trained for a few steps only
 
     def require(self, capability: str) -> None:
         if capability not in self.offer.capabilities:
@@ -225,9 +231,11 @@ class Bench:
 
     # ------------------------------------------------------------ training
 
-    def build(self, target: TargetSpec | None = None, seed: int = SEED) -> Draft:
+    def build(
+        self, target: TargetSpec | None = None, seed: int = SEED, data: DataSummary | None = None
+    ) -> Draft:
         """A fresh draft, as a run with this seed builds it."""
-        return self._made("build_draft", target, seed, data=self.summary)
+        return self._made("build_draft", target, seed, data=data or self.summary)
 
     def read(self, folder: Path) -> Draft:
         """A draft that was exported."""
@@ -245,6 +253,13 @@ class Bench:
         """A fresh draft."""
         return self.build()
 
+    @cached_property
+    def noisy(self) -> Draft:
+        """A draft all of whose weights count, in evaluation mode; it was trained on nothing."""
+        draft = self.shaken(0.1)
+        draft.module.eval()
+        return draft
+
     def shaken(self, width: float) -> Draft:
         """Build a draft with noise on all that is trained: fresh weights are small, and norms 1."""
         draft = self.build()
@@ -257,9 +272,13 @@ class Bench:
         """The loss at a step of a run of `STEPS` steps, as one ratio."""
         return as_ratio(self.output(draft, batch, step))
 
-    def output(self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2) -> StepOutput:
+    def output(
+        self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2, seed: int = SEED,
+        training: bool = True,
+    ) -> StepOutput:  # fmt: skip
         """What the algorithm returns as the loss."""
-        given: Any = {"context": StepContext(step, STEPS, SEED), "options": self.options}
+        context = StepContext(step, STEPS, seed, training)
+        given: Any = {"context": context, "options": self.options}
         return self.hook.forward_loss(draft=draft, batch=batch, **given)
 
     def measure(self, *batches: DraftBatch, draft: Draft | None = None) -> Measured:
@@ -299,20 +318,10 @@ class Bench:
     @cached_property
     def trained(self) -> Trained:
         """A draft that was trained on the target's answers."""
-        if self.briefly:
-            self.begun.module.eval()
-            return Trained(self.begun, [])
         draft = self.build()
         losses = self.train(draft)
         draft.module.eval()
         return Trained(draft, losses)
-
-    @cached_property
-    def begun(self) -> Draft:
-        """A draft that was trained briefly: what is known by heart leaves nothing to draw."""
-        draft = self.build()
-        self.train(draft, steps=10)
-        return draft
 
     # ------------------------------------------------------------ decoding
 
@@ -343,6 +352,12 @@ class Bench:
         mistake = type_error(served, ServedDraft, "what read_export returned")
         assert not mistake, mistake
         return served
+
+
+def contents(fields: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies of the tensors of a sample, a batch or a row, by field."""
+    values = {**fields, **fields.get("features", {})}
+    return {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @contextmanager

@@ -365,6 +365,30 @@ counting = mask_BT[:, k + 1 :] => counting = mask_BT[:, k + 1 :] & (torch.arange
 ChainDraft.forward(batch):
     vars(self).setdefault("kept", []).append(batch.token_ids_BT.clone())
     return super().forward(batch)
+== adds_noise_to_held_out_losses: test_a_held_out_loss_has_no_noise
+ChainAlgorithm.forward_loss(draft, batch, context):
+    output = super().forward_loss(draft, batch, context)
+    output.terms = [(n * (1 + context.seed / 1000), d, w) for n, d, w in output.terms]
+    return output
+== learns_the_first_rows_alone: test_every_part_of_a_long_text_is_learned: 40 to 79
+counting = mask_BT[:, k + 1 :] => counting = mask_BT[:, k + 1 :] & (mask_BT[:, k + 1 :].cumsum(1) < 10)
+== rounds_the_slots_of_its_cache: test_a_state_holds_as_many_positions_as_are_asked_for
+ChainDrafter.allocate(batch, max_len):
+    self.slots = max_len // 8 * 8
+    return super().allocate(batch, max_len)
+ChainDrafter.prefill(state, tokens_BT, *given):
+    assert tokens_BT.shape[1] + self.num_drafts <= self.slots
+    super().prefill(state, tokens_BT, *given)
+== drafts_the_tokens_that_came_first: test_a_part_of_the_vocabulary_is_that_of_the_most_frequent_tokens
+ChainAlgorithm.build_draft(target, data):
+    draft = super().build_draft(target, data)
+    hidden_V = torch.full((target.vocab_size,), -torch.inf)
+    draft.module.hidden_V = hidden_V.index_fill(0, torch.tensor([*data.token_counts][:99]), 0)
+    return draft
+choose(logits_BV, => choose(self.draft.hidden_V + logits_BV,
+== ignores_a_warm_start: test_a_warm_start_begins_with_the_draft_that_was_exported
++    warm_start: str | None = None
+     steps: int = Field(
 == counts_hits_twice: test_metrics_are_in_their_range
 "accuracy": (hits, total) => "accuracy": (2 * hits, total)
 == seeds_torch_in_the_loss: test_building_the_loss_and_decoding_leave_the_process_as_it_is
