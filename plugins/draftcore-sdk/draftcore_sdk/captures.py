@@ -277,8 +277,8 @@ class CaptureSuite(Suite):
             require_same(found.features, first)
         require_same(features_of(capture, asked), first)
         for name, value in switches(bound(self.plugin, "capture", self.name, self.options).options):
-            found = features_of(open_capture(self.everything, **{name: not value}), asked)
-            require_same(found, first, f"{name}={not value}, which says SAME_FEATURES: ")
+            other = features_of(open_capture(self.everything, **{name: not value}), asked)
+            require_same(other, first, f"{name}={not value}, which says SAME_FEATURES: ")
 
     def test_joined_requests_give_the_bits_of_each(self, open_capture: Open) -> None:
         """Algorithms that train side by side share one capture."""

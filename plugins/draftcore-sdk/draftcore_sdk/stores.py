@@ -555,8 +555,8 @@ class StoreSuite(Suite):
                     numbers.add(number_in(one, held))
             reader.close()
         putting.result()
-        held = store.lookup(["a", "b"])
-        assert [number_in(store, held[name]) for name in "ab"] == [25, mine]
+        last = store.lookup(["a", "b"])
+        assert [number_in(store, last[name]) for name in "ab"] == [25, mine]
         assert numbers <= set(range(26))
 
     @pytest.mark.usefixtures("durable")
@@ -881,10 +881,10 @@ def fill(plugin: str, uri: str, folder: str) -> str:
     refs = list[SampleRef]()
     try:
         store = open_through(plugin, uri) if mount_small(Path(folder), 1 << 20) else None
-        while store and len(refs) < 64:
+        while store is not None and len(refs) < 64:
             refs += store.put_many([numbered(f"{len(refs)}/{at}", 1, BIG // 2) for at in range(2)])
     except Exception as error:
-        if store and refs:
+        if refs and store is not None:
             require_there(store, refs, "what was put before the disk was full")
             require_stats(store, samples=len(refs))
             return type(error).__name__
