@@ -513,12 +513,12 @@ class StoreSuite(Suite):
         self, open_store: Open, elsewhere: "Elsewhere"
     ) -> None:
         writer = open_store()
-        items = [numbered(name, 10) for name in ("kept", "freed")]
-        kept, freed, ours = writer.put_many([*items, numbered("ours", 11)])
+        items = [numbered(name, 10) for name in ("kept", "freed", "gone")]
+        kept, freed, gone, ours = writer.put_many([*items, numbered("ours", 11)])
         reader = open_store(writer.uri)  # before the other process writes
         require_held(reader, kept=kept, freed=freed, ours=ours, theirs=None)
         steps = ["free", freed], ["number", ours], ["put", "theirs", 22], ["put", "ours", 12]
-        _, read, theirs, newer = elsewhere.visit(self.plugin, reader.uri, *steps)
+        *_, read, theirs, newer = elsewhere.visit(self.plugin, reader.uri, ["free", gone], *steps)
         assert read == 11, f"who opens {reader.uri} cannot read what {writer.uri} put"
         for store in (writer, reader):
             require_gone(store, freed)  # before what looks at all
