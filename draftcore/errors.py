@@ -73,5 +73,4 @@ def closest(name: str, known: Iterable[str], alike: float = 0.5) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' (did you mean 'x'?)' for the known name nearest to `name`, or ''."""
-    match = closest(name, known)
-    return f" (did you mean {match!r}?)" if match else ""
+    return f" (did you mean {match!r}?)" if (match := closest(name, known)) else ""

@@ -59,8 +59,7 @@ def parse_options(text: str, query: str, known: Collection[str]) -> dict[str, st
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
             problem = f"{text!r} has the unknown option {name!r}{nearest(name, known)}"
-            there = ", ".join(sorted(known)) or "none"
-            raise UsageError(f"{problem}\n  its options: {there}")
+            raise UsageError(f"{problem}\n  its options: {', '.join(sorted(known)) or 'none'}")
         if name in options:
             raise UsageError(f"{text!r} gives the option {name!r} twice\n  leave one of them")
         options[name] = value

@@ -57,7 +57,6 @@ PATH = list(sys.path)  # as this process began, before tests made plugins import
 AT_START = ("PYTHON", "OMP_", "MKL_", "HF_", "TRANSFORMERS_", "TORCH", "LD_", "LC_", EXECUTE)
 PR_SET_MM, PR_SET_MM_MAP, PR_SET_MM_MAP_SIZE, PR_SET_CHILD_SUBREAPER = 35, 14, 15, 36
 CLONE_NEWNET, NETWORK = 0x40000000, "/proc/thread-self/ns/net"
-CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000
 # Of a private method, which has had these names since Python 3.11.
 ARGUMENTS = list(signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 PIPES = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
@@ -73,21 +72,6 @@ def take_signals(more: Callable[[], object] | None = None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if more is not None:
         more()
-
-
-def mount_small(folder: Path, nbytes: int) -> bool:
-    """Mount a file system of so many bytes that this process alone, a fork, sees; say whether it may."""
-    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
-        return False
-    for file, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"0 {user} 1"),
-        ("gid_map", f"0 {group} 1"),
-    ):
-        Path("/proc/self", file).write_text(text)
-    size = f"size={nbytes}".encode()
-    return bool(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, size) == 0)
 
 
 class Popen(subprocess.Popen[Any]):

@@ -317,7 +317,9 @@ def missing_hooks(offer: Offer, answered: Collection[str]) -> list[str]:
 
 
 def _unmarked(instance: Any, names: Iterable[str]) -> str:
-    """Say which functions have a hook's name, as @hookimpl above them is easily forgotten."""
+    """Say what has a hook's name: functions, if @hookimpl is forgotten above them; a package's module."""
     members = vars(instance if inspect.ismodule(instance) else type(instance))
+    if modules := [name for name in names if inspect.ismodule(members.get(name))]:
+        return f"; the module {modules[0]} took its place: rename it, or move the hooks"
     forgotten = ", ".join(name for name in names if callable(members.get(name)))
     return f"; put @hookimpl above {forgotten}" if forgotten else ""

@@ -104,6 +104,9 @@ BROKEN = {
     offering("return [Offer('graph', 'mine')]"): "offers the graph 'mine' without graph_backend",
     offering("return [Offer('store', 'mine')]", WRAPPER): "the store 'mine' without feature_st",
     ALGORITHM.replace("@hookimpl\ndef collate", "def collate"): "put @hookimpl above collate",
+    offering(
+        "return [Offer('graph', 'm')]", "import os as graph_backend"
+    ): "module graph_backend too",
     ALGORITHM.replace("@hookimpl\ndef build_disagg", "def build_disagg"): "without build_disagg",
 }
 

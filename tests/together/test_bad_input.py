@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 from click.testing import CliRunner
+from draftcore_sdk.stores import mount_small
 from draftcore_sdk.targets import conversations, tiny_target
 
 import draftcore
 from draftcore.cli import main
 from draftcore.plugins.registry import load_plugins
-from tests.forks import mount_small, start_process
+from tests.forks import start_process
 from tests.together.conftest import ODD
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from draftcore_file.store import FileStore
-from draftcore_sdk.stores import StoreSuite, number_in, numbered
+from draftcore_sdk.stores import StoreSuite, mount_small, number_in, numbered
 from safetensors.torch import load_file
 
 from draftcore.contracts.store import StoreError, StoreFull, StoreItem
 from draftcore.errors import UsageError
-from tests.forks import mount_small, start_process
+from tests.forks import start_process
 
 NO_MOUNTS = 77  # an exit status
 

@@ -36,16 +36,19 @@ from draftcore.contracts.capture import (
     CapturedBatch,
     FeatureRequest,
 )
+from draftcore.contracts.offers import SAME_FEATURES
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
 from draftcore_sdk.memory import CYCLES, differing, of_the_process, watched_bytes
-from draftcore_sdk.suite import Suite
+from draftcore_sdk.suite import Suite, bound, opened
 from draftcore_sdk.targets import tiny_target
 
 OpenCapture = Callable[..., Capture]
 Open = OpenCapture
-LAYERS, WIDTH = 4, 32
-ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], list(range(90, 130)))
+LAYERS, WIDTH, POSITIONS = 4, 32, 1024
+# What pads a batch, and what ends an answer, may stand within a row: 0, 257 and 258 do in the fifth.
+ODD = [*range(90, 100), 0, 257, *range(101, 110), 258, *range(111, 130)]
+ROWS = ([5, 6, 7], list(range(40, 60)), [9, 9, 9, 9, 1], [11], ODD)
 # The last is longer than a buffer or limit of 512.
 ALL_ROWS = (*ROWS, [at * 7 % 250 for at in range(600)])
 # fp32 rounding over a few layers is a few 1e-7 of the largest number; another layer's output, or
@@ -94,11 +97,12 @@ class CaptureSuite(Suite):
         """Open the backend for a request, any number of times; all are closed at the end."""
         captures: list[Capture] = []
 
-        def opener(request: FeatureRequest, target: TargetSpec = target) -> Capture:
+        def opener(request: FeatureRequest, target: TargetSpec = target, **options: Any) -> Capture:
             asked = {name for name in ("topk", "embeddings") if getattr(request, name)}
             if lacking := asked - set(self.said("capture", "")):
                 pytest.skip(f"the capture does not claim {' and '.join(sorted(lacking))}")
-            captures.append(self.open("capture", target=target, request=request))
+            options, given = {**self.options, **options}, {"target": target, "request": request}
+            captures.append(opened(self.plugin, "capture", self.name, options, **given))
             return captures[-1]
 
         yield opener
@@ -180,7 +184,7 @@ class CaptureSuite(Suite):
     def test_batches_and_rows_keep_their_order(
         self, open_capture: Open, target_folder: Path
     ) -> None:
-        """Rows of one length: only their values tell them apart."""
+        """Rows of one length: only their values tell them apart. So too where a row cannot be captured."""
         reference = reference_of(target_folder)
         rows = [[20 + row, 30 + row, 40 + row] for row in range(5)]
         asked = [
@@ -195,6 +199,13 @@ class CaptureSuite(Suite):
                 right = reference.features(tokens)["hidden.0"]
                 others = {f"those of {row}": reference.features(row)["hidden.0"] for row in rows}
                 require_near(features["hidden.0"], right, others)
+        too_long = batch(members=[rows[0], [at % 250 for at in range(POSITIONS + 1)]], rows=(1, 0))
+        bad = {1}
+        try:
+            features_of(open_capture(REQUESTS["first layer"]), too_long)
+        except BadRows as error:
+            bad = {*error.reasons}
+        assert bad == {1}, f"BadRows has {bad}: the second row of the batch is too long, which is 1"
 
     def test_positions_are_a_rows_own_and_no_token_id_is_too_large(
         self, open_capture: Open, target: TargetSpec, target_folder: Path, tmp_path: Path
@@ -256,12 +267,18 @@ class CaptureSuite(Suite):
     def test_a_batch_has_the_same_bits_whatever_is_captured_before_and_with_it(
         self, open_capture: Open
     ) -> None:
-        """What a run resumed after a crash captures again must be what it had."""
+        """What a run resumed after a crash captures again must be what it had.
+
+        Also with an option that is said to change no bit: those that are off are put on.
+        """
         asked, capture = batch(0, 1, 2), open_capture(self.everything)
         first = features_of(open_capture(self.everything), asked)
         for found in list(capture.features([batch(1, 4), asked, batch(3), asked]))[1::2]:
             require_same(found.features, first)
         require_same(features_of(capture, asked), first)
+        for name, value in switches(bound(self.plugin, "capture", self.name, self.options).options):
+            other = features_of(open_capture(self.everything, **{name: not value}), asked)
+            require_same(other, first, f"{name}={not value}, which says SAME_FEATURES: ")
 
     def test_joined_requests_give_the_bits_of_each(self, open_capture: Open) -> None:
         """Algorithms that train side by side share one capture."""
@@ -380,7 +397,7 @@ def capture_target(folder: Path, family: str = "gemma2", **shape: Any) -> Path:
     An engine that has no kernels for it asks for another family, such as `qwen3`, or another `shape`.
     """
     shape = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, **shape}
-    tiny_target(folder, family, **shape, max_position_embeddings=1024)
+    tiny_target(folder, family, **shape, max_position_embeddings=POSITIONS)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # A norm that does more than scale: another weight for each of the state's numbers.
@@ -512,11 +529,21 @@ def require_largest(found_TK: Tensor, ids_TK: Tensor, logits_TV: Tensor, head_TV
     assert all(len(set(row)) == K for row in ids_TK.tolist()), "an id is there twice"
 
 
+def switches(options: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the options that are off by default, and are said to change no bit of a feature."""
+    for name, field in type(options).model_fields.items() if options else ():
+        extra: Any = field.json_schema_extra or {}
+        if field.default is False and SAME_FEATURES.items() <= extra.items():
+            yield name, getattr(options, name)
+
+
 def require_same(
-    found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]
+    found: Sequence[Mapping[str, Tensor]],
+    expected: Sequence[Mapping[str, Tensor]],
+    where: str = "",
 ) -> None:
     """Compare names and bits, row by row."""
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
-            assert torch.equal(one[name], value), f"{name}: {differing(one[name], value)}"
+            assert torch.equal(one[name], value), f"{where}{name}: {differing(one[name], value)}"

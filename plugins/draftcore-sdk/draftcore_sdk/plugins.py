@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, cast, get_args
 
 import click
@@ -140,6 +141,14 @@ class PluginSuite(Suite):
 
     def test_it_is_listed_as_ready(self, found: Plugin) -> None:
         assert found.state == "ready", f"{found.problem}\n{found.fix}"
+        package, _, instance = self.plugin.split()[0].partition(":")
+        spec = None if instance else importlib.util.find_spec(package)
+        beside = iter_modules((spec and spec.submodule_search_locations) or [])
+        for name in {module.name for module in beside}.intersection(found.hooks):
+            pytest.fail(
+                f"the module {package}.{name} takes the place of the hook {name} once it is imported\n"
+                "rename it, or write the hooks in a module of their own"
+            )
 
     def test_looking_at_it_imports_nothing_heavy(self, found: Plugin) -> None:
         """In a process of its own: the module, `describe` and `commands`."""

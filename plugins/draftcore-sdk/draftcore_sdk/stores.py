@@ -6,6 +6,7 @@ durable store also says how to `alter` what it stored, and one whose limit is no
 """
 
 import atexit
+import ctypes
 import functools
 import json
 import math
@@ -25,7 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ from draftcore.errors import DraftcoreError
 from draftcore.uris import format_size
 from draftcore_sdk.limits import Limit
 from draftcore_sdk.memory import watched_bytes
-from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
+from draftcore_sdk.suite import Suite, child_environment, offer_of, opened, path_of
 
 Store = FeatureStore
 Open = Callable[..., FeatureStore]
@@ -57,12 +58,18 @@ ODD_IDS = [
     *("ünïcødé 漢字 🙂", "u\u0308", "\u00fc", "with space\nand line", "manifest.json", "-rf"),
     *("x" * 3000, "x" * 2999 + "y", "7", "007", "7.0", "1e3", "1000", "%", "a%", "[a]"),
 ]
+# Each two share 32 bits of crc32, adler32, fnv1a, murmur3 and xxh32, of both halves of xxh64 and xxh3_64, of
+# blake2b and blake2s of 4 bytes, and of both ends of md5, sha1, sha256 and blake2b.
+TWINS = "plumless buckeroo 120 201 40189 797186 29517 87960 35566 149360 130737 181333 57439 162920"
+TWINS += " 50446 129050 8680 141092 39506 40625 108870 120076 25302 82945 86786 88266 35097 40686"
+TWINS += " 91043 144686 69235 95303 77071 108943 29544 101170 28870 58382"
 PATTERNS = ["%", "*", "a_b", "A", "[a]"]  # ids that would match others
 BIG = 8192  # numbers of 8 bytes in a sample that a limit notices
 KILLS = 16  # at lines of the store's code, spread over all of them
 MANY = 70  # samples of a put that a store might cut
 PATIENCE = 30  # seconds that another process is given
 ODD = "100% odd?#&+ ü"  # a folder
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000
 
 
 class StoreSuite(Suite):
@@ -218,8 +225,9 @@ class StoreSuite(Suite):
         require_stats(store, samples=len(kept))
 
     def test_a_thousand_ids_stay_apart(self, store: Store) -> None:
-        """Ids that are hashed to 16 bits, or cut, meet each other here."""
-        names = [sha256(bytes([number % 256, number >> 8])).hexdigest() for number in range(1000)]
+        """Ids that are hashed to 16 bits, or cut, meet each other here; and those hashed to 32."""
+        texts = (bytes([number % 256, number >> 8]) for number in range(1000 - len(TWINS.split())))
+        names = [*TWINS.split(), *(sha256(text).hexdigest() for text in texts)]
         for start in range(0, 1000, 200):
             some = enumerate(names[start : start + 200], start)
             store.put_many([numbered(name, number, 1) for number, name in some])
@@ -232,8 +240,8 @@ class StoreSuite(Suite):
         assert not wrong, f"{len(wrong)} of 1000 ids read another's bytes, first {names[wrong[0]]}"
         for handle in handles:
             handle.close()
-        store.free([held[name] for name in names[:500]])
-        odd = store.lookup(names).keys() ^ set(names[500:])
+        store.free([held[name] for name in names[::2]])
+        odd = store.lookup(names).keys() ^ set(names[1::2])
         assert not odd, f"after a free of 500 of 1000 ids, lookup is wrong about {len(odd)}"
 
     def test_names_choose_the_tensors_that_are_read(self, store: Store) -> None:
@@ -366,9 +374,9 @@ class StoreSuite(Suite):
     ) -> None:
         """Producers work in a folder of their own. Where its URI names a path, this one is relative."""
         scheme, _, rest = store_uri.partition(":")
-        text, mark, query = rest.partition("?")
-        path = Path(unquote(text))
-        if not path.is_absolute() or text.startswith("//"):
+        mark, query = rest.partition("?")[1:]
+        path = path_of(store_uri)
+        if path is None:
             pytest.skip("its URI names no path")
         (path.parent / ODD).mkdir(parents=True)
         monkeypatch.chdir(path.parent)
@@ -420,6 +428,9 @@ class StoreSuite(Suite):
             pytest.fail(f"all that it held was freed, and the same put is refused: {error}")
         with refused("one put of twice the limit", kind=DraftcoreError):
             store.put(numbered("e", 1, 5 * BIG))
+        if path := path_of(store_uri):
+            raised = elsewhere.submit("fill", self.plugin, store_uri, str(path.parent)).result()
+            assert raised in ("", "StoreFull"), f"a put to a full disk raises {raised}"
 
     @pytest.mark.parametrize("way", ["free", "abort", "put"])
     def test_bytes_that_are_still_read_count_against_the_limit(
@@ -433,10 +444,11 @@ class StoreSuite(Suite):
         newer = store.put(numbered("a", 2, BIG))
         size = format_size(BIG * 8)
         what = f"{size} are held, {size} are still being read, and a put of {size} to 160 KiB"
-        with refused(what, kind=StoreFull):
-            store.put(numbered("b", 3, BIG))
-        require_stats(store, nbytes=2 * BIG * 8)
-        for handle in handles:
+        for handle in handles:  # the first that closes is not the last that reads
+            with refused(what, kind=StoreFull):
+                store.put(numbered("b", 3, BIG))
+            require_stats(store, nbytes=2 * BIG * 8)
+            assert number_of(handle) == 1
             handle.close()
         store.free([newer])
         assert len(store.put_many([numbered(name, 3, BIG) for name in "bc"])) == 2
@@ -501,14 +513,15 @@ class StoreSuite(Suite):
         self, open_store: Open, elsewhere: "Elsewhere"
     ) -> None:
         writer = open_store()
-        kept, ours = writer.put_many([numbered("kept", 10), numbered("ours", 11)])
+        items = [numbered(name, 10) for name in ("kept", "freed", "gone")]
+        kept, freed, gone, ours = writer.put_many([*items, numbered("ours", 11)])
         reader = open_store(writer.uri)  # before the other process writes
-        require_held(reader, kept=kept, ours=ours, theirs=None)
-        read, theirs, newer = elsewhere.visit(
-            self.plugin, reader.uri, ["number", ours], ["put", "theirs", 22], ["put", "ours", 12]
-        )
+        require_held(reader, kept=kept, freed=freed, ours=ours, theirs=None)
+        steps = ["free", freed], ["number", ours], ["put", "theirs", 22], ["put", "ours", 12]
+        *_, read, theirs, newer = elsewhere.visit(self.plugin, reader.uri, ["free", gone], *steps)
         assert read == 11, f"who opens {reader.uri} cannot read what {writer.uri} put"
         for store in (writer, reader):
+            require_gone(store, freed)  # before what looks at all
             require_held(store, kept=kept, theirs=theirs, ours=newer)
             require_stats(store, samples=3)
             assert number_in(store, theirs) == 22
@@ -526,11 +539,14 @@ class StoreSuite(Suite):
     def test_what_another_process_puts_meanwhile_is_read_whole(
         self, open_store: Open, elsewhere: "Elsewhere"
     ) -> None:
-        store = open_store()
+        """Both put: each waits for the other, or need not."""
+        store, mine = open_store(), 0
         store.put(numbered("a", 0, 1 << 16))
         putting = elsewhere.submit("put_again", self.plugin, store.uri, 25)
         numbers = set[int]()
         while not putting.done():
+            mine += 1
+            store.put(numbered("b", mine, 1 << 16))
             reader = open_store(store.uri)
             for one in (store, reader):
                 held = one.lookup(["a"]).get("a")
@@ -539,7 +555,8 @@ class StoreSuite(Suite):
                     numbers.add(number_in(one, held))
             reader.close()
         putting.result()
-        assert number_in(store, store.lookup(["a"])["a"]) == 25
+        last = store.lookup(["a", "b"])
+        assert [number_in(store, last[name]) for name in "ab"] == [25, mine]
         assert numbers <= set(range(26))
 
     @pytest.mark.usefixtures("durable")
@@ -623,14 +640,16 @@ class StoreSuite(Suite):
     def test_altered_bytes_raise_and_name_the_sample(self, open_store: Open) -> None:
         """Also where they were read before: a run reads its features in every epoch."""
         store = open_store()
-        ref = store.put(numbered("a", 1))
-        assert number_in(store, ref) == 1
+        refs = [store.put(item) for item in (numbered("a", 1), numbered("large", 1, 1 << 18))]
+        assert [number_in(store, ref) for ref in refs] == [1, 1]
         self.alter(store.uri)
-        with refused("a get of bytes that were altered since they were read", "sample 'a'"):
-            store.get(ref)
-        store.close()
-        with refused("a get of altered bytes", "sample 'a'"):
-            open_store().get(ref)
+        for when in (" since they were read", ""):
+            for ref in refs:
+                name = f"sample {ref.feature_id!r}"
+                with refused(f"a get of bytes of {name} that were altered{when}", name):
+                    store.get(ref)
+            store.close()
+            store = open_store()
 
 
 KEPT = {"a": (100, 11), "b": (1, 1100), "c": (3,)}  # shapes
@@ -852,6 +871,39 @@ STEPS: Mapping[str, Callable[..., Any]] = {
     "manifest": lambda store: store.read_manifest(),
     "replace": lambda store, data: store.write_manifest(data),
 }
+
+
+def fill(plugin: str, uri: str, folder: str) -> str:
+    """Put until a small disk is full, and return what the last put raised.
+
+    Or '' where this user cannot mount one, and for a store that claims its room at once.
+    """
+    refs = list[SampleRef]()
+    try:
+        store = open_through(plugin, uri) if mount_small(Path(folder), 1 << 20) else None
+        while store is not None and len(refs) < 64:
+            refs += store.put_many([numbered(f"{len(refs)}/{at}", 1, BIG // 2) for at in range(2)])
+    except Exception as error:
+        if refs and store is not None:
+            require_there(store, refs, "what was put before the disk was full")
+            require_stats(store, samples=len(refs))
+            return type(error).__name__
+    return ""
+
+
+def mount_small(folder: Path, nbytes: int) -> bool:
+    """Mount a file system of so many bytes that this process alone, a fork, sees; say whether it may."""
+    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
+        return False
+    maps = {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}
+    try:
+        for file, text in maps.items():
+            Path("/proc/self", file).write_text(text)
+    except OSError:
+        return False
+    size = f"size={nbytes}".encode()
+    return bool(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, size) == 0)
 
 
 def put_again(plugin: str, uri: str, times: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import unquote
 
 import pytest
 
@@ -138,6 +139,13 @@ def opened(plugin: str, kind: Kind, name: str, data: Mapping[str, Any], **given:
     if kind not in ("store", "channel", "source", "images", "prompts"):
         given["options"] = binding.options
     return getattr(binding.hook, HOOKS.get(kind, kind))(name=binding.offer.name, **given)
+
+
+def path_of(uri: str) -> Path | None:
+    """Return the path that a URI names, if it does."""
+    text = uri.partition(":")[2].partition("?")[0]
+    path = Path(unquote(text))
+    return path if path.is_absolute() and not text.startswith("//") else None
 
 
 def child_environment() -> dict[str, str]:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from draftcore_sdk.plugins import PluginSuite
-from draftcore_sdk.stores import StoreSuite, any_bits, numbered, require_same
+from draftcore_sdk.stores import StoreSuite, any_bits, mount_small, numbered, require_same
 from draftcore_shm import segment
 from draftcore_shm import store as shm
 from draftcore_shm.store import ShmStore
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreError, StoreFull, StoreItem
 from draftcore.errors import UsageError
-from tests.forks import mount_small
 
 MIB = 1 << 20
 SMALL = 48 << 10  # room for two pairs, and not for a third

@@ -43,7 +43,7 @@ Source.rows():
 Source.rows(): return [("mine", row) for _, row in super().rows()]
 == speaks_a_shape_of_its_own: test_each_row_has_a_place_of_its_own_and_can_be_understood
 Source.rows(): return [(place, row["messages"]) for place, row in super().rows()]
-== has_a_new_key_each_time: test_the_key_is_the_same_for_the_same_rows
+== has_a_new_key_each_time: test_the_key_is_the_same_for_the_same_rows_alone
 Source.key(): return str(next(COUNT))
 == opens_anything: test_what_is_not_there_is_refused_with_its_name
 Source.__init__(uri): pass
