@@ -48,6 +48,7 @@ TRIED = {
     "llamacpp": (
         "draftcore-bench",
         "draftcore-dflash",
+        "draftcore-dspark",
         "draftcore-eagle3",
         "draftcore-eval",
         "draftcore-nn",
@@ -537,7 +538,7 @@ def with_llamacpp(session: nox.Session) -> str:
 def vllm(session: nox.Session) -> None:
     """vLLM itself on the CPU, unpatched: what it serves, and what it captures.
 
-    By hand: `tests` does not run it, as it installs 0.7 GB and starts vLLM six times. Its note in
+    By hand: `tests` does not run it, as it installs 0.7 GB and starts vLLM seven times. Its note in
     tests/passed says with what it passed, and when.
     """
     folder = ROOT / "plugins" / "draftcore-vllm" / "tests"

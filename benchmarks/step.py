@@ -21,29 +21,33 @@ from typing import Any
 
 import torch
 from draftcore_dflash.algorithm import DFlash
-from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.options import DFlashOptions
+from draftcore_dflash2.algorithm import DFlash2
+from draftcore_dflash2.options import DFlash2Options
 from draftcore_domino.algorithm import Domino
-from draftcore_domino.config import DominoConfig
 from draftcore_domino.options import DominoOptions
-from draftcore_eagle3 import config as eagle3
+from draftcore_dspark.algorithm import DSpark
+from draftcore_dspark.options import DSparkOptions
 from draftcore_eagle3.algorithm import Eagle3
+from draftcore_eagle3.config import DraftConfig
 from draftcore_eagle3.model import Eagle3Draft
 from draftcore_eagle3.options import Eagle3Options
+from draftcore_mtp.algorithm import Mtp
+from draftcore_mtp.config import MtpConfig
+from draftcore_mtp.model import MtpDraft
+from draftcore_mtp.options import MtpOptions
+from draftcore_peagle.algorithm import PEagle
+from draftcore_peagle.config import PEagleConfig
+from draftcore_peagle.model import PEagleDraft
+from draftcore_peagle.options import PEagleOptions
+from draftcore_peagle.pairs import draw
 from torch import nn
 
 from draftcore.contracts.algorithm import Algorithm, Draft, DraftBatch, SampleId, StepContext
 from draftcore.training.compiled import Compiled
 
-WIDTH, VOCABULARY, DRAFT_VOCABULARY, INNER, BLOCK, DEPTH, STEPS = (
-    4096,
-    151_936,
-    32_000,
-    12_288,
-    16,
-    5,
-    7,
-)
+WIDTH, VOCABULARY, DRAFT_VOCABULARY, INNER, DEPTH, STEPS = 4096, 151_936, 32_000, 12_288, 5, 7
+MASK, TAPS = 151_669, (1, 17, 32)
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "vocab_size": VOCABULARY,
@@ -58,8 +62,7 @@ SIZES: dict[str, Any] = {
 BLOCKS: dict[str, Any] = {
     "layers": (1, 9, 17, 25, 33),
     "num_target_layers": 36,
-    "block_size": BLOCK,
-    "mask_token_id": 151_669,
+    "mask_token_id": MASK,
     "layer_types": ("full_attention",) * DEPTH,
 }
 CASES = (
@@ -68,7 +71,18 @@ CASES = (
     "dflash:2x768:256",
     "dflash:1x2048:512",
     "domino:2x768:256",
+    "dflash2:1x2048:512",
+    "dspark:1x2048:512",
+    "peagle:1x2048",
+    "mtp:1x2048",
 )
+BLOCK_DRAFTS: dict[str, tuple[type[DFlash], Any]] = {
+    "dflash": (DFlash, DFlashOptions),
+    "dflash2": (DFlash2, DFlash2Options),
+    "domino": (Domino, DominoOptions),
+    "dspark": (DSpark, DSparkOptions),
+}
+AHEAD = {"eagle3": 1, "peagle": 1, "mtp": 2}  # rows at a sample's end that predict nothing
 FAMILIES = {
     "products": r"gemm|nvjet|cutlass.*(bf16|tensorop)|xmma|cublas|splitK",
     "attention": r"flash|fmha|flex|attention|cudnn.*sdpa",
@@ -76,23 +90,30 @@ FAMILIES = {
 }
 
 
-def build(name: str, anchors: int) -> tuple[Algorithm, nn.Module]:
+def build(name: str, anchors: int) -> tuple[Algorithm, Any]:
     table = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16, device="cuda") * 0.02
     with torch.device("cuda"):
-        if name == "eagle3":
-            given = {**SIZES, "draft_vocab_size": DRAFT_VOCABULARY, "layers": (1, 17, 32)}
-            options, ids = Eagle3Options(ttt_length=STEPS), torch.arange(DRAFT_VOCABULARY)
-            module: nn.Module = Eagle3Draft(eagle3.DraftConfig(**given), options, table, table, ids)
-            return Eagle3(options), drawn(module)
-        if name == "dflash":
-            dflash = DFlash(DFlashOptions(num_anchors=anchors))
-            return dflash, drawn(
-                dflash.module(DraftConfig(**SIZES, **BLOCKS), dflash.options, table, table)
+        if name in BLOCK_DRAFTS:
+            kind, options_of = BLOCK_DRAFTS[name]
+            options = options_of(num_anchors=anchors)
+            # Of the sizes that the method adds, the shape's own are the options' as well.
+            shape = kind.shape(**SIZES, **BLOCKS, block_size=options.block_size)
+            return kind(options), drawn(kind.module(shape, options, table, table))
+        if name == "mtp":
+            mtp = MtpOptions(init="fresh")
+            layer = MtpConfig(
+                **SIZES, family="plain", num_target_layers=36, attention_bias=False, head_norms=True
             )
-        domino = Domino(DominoOptions(num_anchors=anchors))
-        return domino, drawn(
-            domino.module(DominoConfig(**SIZES, **BLOCKS), domino.options, table, table)
-        )
+            return Mtp(mtp), drawn(MtpDraft(layer, mtp, table, table))
+        given = {**SIZES, "draft_vocab_size": DRAFT_VOCABULARY, "layers": TAPS}
+        ids = torch.arange(DRAFT_VOCABULARY)
+        if name == "peagle":
+            peagle = PEagleOptions()
+            wide = PEagleConfig(**given, num_layers=peagle.num_layers, mask_token_id=MASK)
+            return PEagle(peagle), drawn(PEagleDraft(wide, peagle, table, table, ids))
+        eagle3 = Eagle3Options(ttt_length=STEPS)
+        chain = Eagle3Draft(DraftConfig(**given), eagle3, table, table, ids)
+        return Eagle3(eagle3), drawn(chain)
 
 
 def drawn(module: nn.Module) -> nn.Module:
@@ -106,9 +127,10 @@ def random_batch(name: str, rows: int, length: int, mask: str) -> DraftBatch:
     learned = torch.ones(rows, length, dtype=torch.bool)
     if mask == "half":
         learned &= (torch.arange(length) // 64 % 2).bool()
-    learned[:, -1] &= name != "eagle3"  # its last row predicts nothing
-    layers = (1, 17, 32) if name == "eagle3" else BLOCKS["layers"]
-    names = [*(f"hidden.{layer}" for layer in layers), *["last_hidden"] * (name == "eagle3")]
+    learned[:, length - AHEAD.get(name, 0) :] = False
+    layers = BLOCKS["layers"] if name in BLOCK_DRAFTS else TAPS
+    names = [f"hidden.{layer}" for layer in layers if name != "mtp"]
+    names += ["last_hidden"] * (name in ("dspark", *AHEAD))
     shape = (rows, length, WIDTH)
     return DraftBatch(
         ids=tuple(SampleId(str(row), 1) for row in range(rows)),
@@ -124,26 +146,49 @@ def operations(module: Any, name: str, batch: DraftBatch, anchors: int) -> float
     """Of the products in docs/performance.md's cost model; a multiply-add counts 2.
 
     Backward is twice forward for a weight that learns and once for the frozen head. Of a mask with gaps
-    it counts what has to be computed: rows with loss, and for EAGLE-3 those that lead to them.
+    it counts what has to be computed: rows with loss, and for EAGLE-3 and MTP those that lead to them.
     """
+    tokens, head = batch.token_ids_BT.numel(), WIDTH * VOCABULARY
+    if name in BLOCK_DRAFTS:
+        return float(block_operations(module, name, tokens, len(batch.ids) * anchors))
     assert batch.host_mask_BT is not None
-    tokens, learned = batch.token_ids_BT.numel(), int(batch.host_mask_BT.sum())
-    if name == "eagle3":
-        active = learned + int(learned < tokens / 2 + 1) * (tokens // 128) * (STEPS - 1)
-        layer = sum(p.numel() for p in module.midlayer.parameters())
-        body = 3 * 2 * STEPS * (active * layer + learned * module.lm_head.weight.numel())
-        return float(
-            body + 2 * learned * WIDTH * VOCABULARY + 3 * 2 * tokens * module.fc.weight.numel()
-        )
-    rows = len(batch.ids) * anchors * BLOCK
-    layer = sum(p.numel() for p in module.layers[0].parameters())
+    learned = int(batch.host_mask_BT.sum())
+    if name == "peagle":
+        pairs = sum(len(anchor) for anchor, _ in draw(batch, module.options, seed=0))
+        body = (tokens + pairs) * weights(module.midlayer, module.layers)
+        body += (learned + pairs) * weights(module.lm_head) + tokens * weights(module.fc)
+        return float(3 * 2 * body + 2 * learned * head)
+    steps = module.options.steps if name == "mtp" else STEPS
+    active = learned + int(learned < tokens / 2 + 1) * (tokens // 128) * (steps - 1)
+    if name == "mtp":  # a half of fc reads tokens, once for all steps
+        half = weights(module.mtp.fc) / 2
+        body = steps * active * (weights(module.layer) + half) + tokens * half
+        return float(3 * 2 * body + 2 * 2 * steps * learned * head)
+    body = steps * (active * weights(module.midlayer) + learned * weights(module.lm_head))
+    return float(3 * 2 * (body + tokens * weights(module.fc)) + 2 * learned * head)
+
+
+def block_operations(module: Any, name: str, tokens: int, blocks: int) -> int:
+    """Of a draft with DFlash's backbone: its layers, what else learns, and products with the head."""
+    rows, head = blocks * module.config.block_size, WIDTH * VOCABULARY
     attention = module.layers[0].self_attn
-    keys_values = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
-    body = (
-        3 * 2 * (DEPTH * (rows * layer + tokens * keys_values) + tokens * module.fc.weight.numel())
-    )
-    head = 2 * 2 * rows * WIDTH * VOCABULARY
-    return float(body + head + (3 * 2 * rows * module.up.weight.numel() if name == "domino" else 0))
+    keys_values = weights(attention.k_proj, attention.v_proj)
+    body = DEPTH * (rows * weights(module.layers[0]) + tokens * keys_values)
+    body += tokens * weights(module.fc)
+    if name == "domino":
+        body += rows * weights(module.up)
+    elif name == "dflash2":  # its convolutions are in the layers
+        shape, selector = module.config, module.candidate_selector
+        scores = shape.selector_rank * shape.selector_top_k
+        body += rows * (weights(selector.hidden_projection) + scores)
+    elif name == "dspark":
+        body += rows * weights(module.markov_head.markov_w2, module.confidence_head)
+    teacher = 2 * rows * head * (name == "dspark")
+    return 3 * 2 * body + 2 * 2 * rows * head + teacher
+
+
+def weights(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def bf16_rate() -> float:
@@ -193,7 +238,7 @@ def run(case: str, mode: str, mask: str, rate: float, top: int) -> dict[str, Any
 
     def step() -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            output = algorithm.forward_loss(draft, batch, StepContext(1, 2, 0))
+            output = algorithm.forward_loss(draft, batch, StepContext(2, 2, 0))
         output.numerator.backward()
         module.zero_grad(set_to_none=True)
 

@@ -286,7 +286,8 @@ DISTS = {**OURS, **EXAMPLES}
 PUBLIC = {"errors", "files", "options", "progress", "stopping", "tensors", "uris", "contracts"}
 # The one file that may reach further: the kit tries what the core does with plugins.
 INSIDE = ROOT / "plugins" / "draftcore-sdk" / "draftcore_sdk" / "internals.py"
-ALGORITHMS = {f"draftcore_{name}" for name in ("eagle3", "dflash", "domino")}
+NAMES = "eagle3", "dflash", "dflash2", "domino", "dspark", "mtp", "peagle"
+ALGORITHMS = {f"draftcore_{name}" for name in NAMES}
 
 
 @cache
@@ -334,15 +335,15 @@ def public(module: str, packages: set[str]) -> bool:
 
 @pytest.mark.parametrize("dist", DISTS)
 def test_a_dist_imports_what_is_public_and_names_what_it_requires(dist: str) -> None:
-    """Its strings may name what an extra brings besides, and its tests what their group does."""
+    """It may name what an extra brings besides, and its tests what their group does."""
     project, own = project_of(dist), dist.replace("-", "_")
     required = packages_of(project["project"]["dependencies"]) | {own}
+    extras = project["project"].get("optional-dependencies", {}).values()
+    allowed = required.union(*map(packages_of, extras))
     modules = set[str]().union(*(named(file)[0] for file in set(files_of(dist)) - {INSIDE}))
     assert modules
-    assert {name for name in modules if not public(name, required)} == set()
-    extras = project["project"].get("optional-dependencies", {}).values()
+    assert {name for name in modules if not public(name, allowed)} == set()
     known = {name.replace("-", "_") for name in DISTS}
-    allowed = required.union(*map(packages_of, extras))
     assert set[str]().union(*(named(file)[1] for file in files_of(dist))) & known <= allowed
     allowed |= packages_of(project["dependency-groups"]["test"])
     for file in (DISTS[dist] / "tests").rglob("*.py"):
@@ -350,7 +351,7 @@ def test_a_dist_imports_what_is_public_and_names_what_it_requires(dist: str) -> 
         assert packages & known <= allowed, file
 
 
-def test_of_the_algorithms_dflash_alone_is_known_to_another_dist_which_is_domino() -> None:
+def test_of_the_algorithms_two_are_known_to_others_that_are_made_of_them() -> None:
     known = {
         (package, dist)
         for dist in DISTS
@@ -358,7 +359,10 @@ def test_of_the_algorithms_dflash_alone_is_known_to_another_dist_which_is_domino
         for package in {name.partition(".")[0] for name in named(file)[0]} | named(file)[1]
         if package in ALGORITHMS - {dist.replace("-", "_")}
     }
-    assert known == {("draftcore_dflash", "draftcore-domino")}
+    assert known == {
+        *(("draftcore_dflash", f"draftcore-{name}") for name in ("dflash2", "domino", "dspark")),
+        *(("draftcore_eagle3", f"draftcore-{name}") for name in ("mtp", "peagle")),
+    }
 
 
 def test_the_examples_took_no_line_outside_their_folders() -> None:

@@ -28,7 +28,10 @@ BLOCKS = {"num_layers": 2, "layers": [1, 3], "block_size": 4, "num_anchors": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"layers": [1, 2, 4], "draft_vocab_size": 240, "ttt_length": 2, "num_drafts": 3},
     "dflash": BLOCKS,
+    "dflash2": {**BLOCKS, "selector_rank": 8, "selector_top_k": 6},
     "domino": {**BLOCKS, "gru_hidden_dim": 16, "emb_dim": 8},
+    "dspark": {**BLOCKS, "markov_rank": 8},
+    "peagle": {"layers": [1, 2, 4], "num_layers": 2, "draft_vocab_size": 240, "num_depths": 3},
 }
 TWO_DRAFTS: dict[str, Any] = {
     label: {"algorithm": {"name": name, "options": OPTIONS[name]}}

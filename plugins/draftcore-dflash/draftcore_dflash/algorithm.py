@@ -55,7 +55,7 @@ class DFlash(Algorithm):
         else:
             shape_of_target(target, options)  # refuses what it must before anything is captured
             layers = captured_layers(options.layers, options.num_layers, target.num_layers)
-        return FeatureRequest(layers, last_hidden=False, dtype=dtype_name(target.dtype))
+        return FeatureRequest(layers, options.distils, dtype_name(target.dtype))
 
     def build_draft(self, target: TargetSpec, data: DataSummary) -> Draft:
         if self.options.warm_start is not None:
@@ -70,6 +70,7 @@ class DFlash(Algorithm):
         module = self.module(config, self.options, *target_tensors(target))
         init_linears(module)
         nn.init.constant_(module.norm.weight, target.logit_scale)
+        module.target_logits = (target.logit_scale, target.logit_softcap)
         return Draft(
             module=module,
             config=asdict(config),

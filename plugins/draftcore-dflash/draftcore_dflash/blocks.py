@@ -98,6 +98,11 @@ class Targets(OnDevice):
         """Return the sum of rows' values by their weights."""
         return (self.lay(x_R) * weight_MS).sum()
 
+    def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of rows' values, and the number of rows, of which it is the mean."""
+        count_MS = self.valid_MS.to(x_R.dtype)
+        return self.weigh(x_R, count_MS), count_MS.sum()
+
     def lay(self, x_R: Tensor) -> Tensor:
         """Undo `take`: lay values of rows out as [M, S], zeros elsewhere."""
         flat = x_R.new_zeros(self.valid_MS.numel() + 1).index_copy(0, self.row_R, x_R)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from draftcore_nn.cache import CachedState, empty_slots
+from draftcore_nn.cache import CachedState, KeysValues, Rows, empty_slots
 from draftcore_nn.decoding import at, choose, select_rows
 from torch import Tensor
 
@@ -104,11 +104,13 @@ class DFlashDrafter:
             for kind in set(config.layer_types)
         }  # fmt: skip
         for index, (layer, kind) in enumerate(draft.typed_layers()):
-            x_BSH, angles = layer.input_layernorm(hidden_BSH), rows[kind].angles
-            own = layer.self_attn.keys_values(x_BSH, angles)
-            query_BSAD = layer.self_attn.queries(x_BSH, angles)
-            attended_BSAD = state.attend(index, query_BSAD, rows[kind], own)
-            hidden_BSH = layer.finish(hidden_BSH, attended_BSAD)
+
+            def attend(
+                query: Tensor, own: KeysValues, index: int = index, seen: Rows = rows[kind]
+            ) -> Tensor:
+                return state.attend(index, query, seen, own)
+
+            hidden_BSH = layer.run(hidden_BSH, rows[kind].angles, attend)
         return draft.norm(hidden_BSH)  # type: ignore[no-any-return]
 
     def _extend(

@@ -11,8 +11,8 @@ A query heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from draftcore_nn.batches import host_mask
@@ -25,11 +25,11 @@ from draftcore_nn.layers import (
     full_precision,
     rotate,
 )
-from draftcore_nn.losses import cross_entropy
+from draftcore_nn.losses import DistributionLosses, cross_entropy, distribution_losses
 from torch import Tensor, nn
 
 from draftcore.contracts.algorithm import DraftBatch, StepContext, StepOutput
-from draftcore_dflash.attention import AttentionMask, Tiles, attend
+from draftcore_dflash.attention import AttentionMask, KeysValues, Tiles, attend
 from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
 from draftcore_dflash.config import DraftConfig
 from draftcore_dflash.loss import dpace_weights, metrics
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from draftcore_dflash.options import BackboneOptions, DFlashOptions
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines of the rows' positions, see `Rotary`
+Attend = Callable[
+    [Tensor, KeysValues], Tensor
+]  # from queries, over a block's own keys and values, and more
 
 
 class Attention(Projections):
@@ -47,6 +50,11 @@ class Attention(Projections):
         super().__init__(config, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x_H: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Attend from the rows of blocks, which `attend` shows their context, too."""
+        own = self.keys_values(x_H, angles)
+        return self.o_proj(attend(self.queries(x_H, angles), own).flatten(-2))  # type: ignore[no-any-return]
 
     def queries(self, x_H: Tensor, angles: Angles) -> Tensor:
         """Return rotated queries [..., A, D]."""
@@ -61,7 +69,10 @@ class Attention(Projections):
 
 
 class DecoderLayer(nn.Module):
-    """One layer; `forward` is for training, a cached decoder uses the parts."""
+    """One layer; `forward` is for training, a cached decoder uses the parts.
+
+    A layer that computes otherwise replaces `run`, which the context does not pass.
+    """
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -75,20 +86,22 @@ class DecoderLayer(nn.Module):
         self, hidden_MSH: Tensor, context_BTH: Tensor, angles: Angles, context_angles: Angles,
         mask: AttentionMask,
     ) -> Tensor:  # fmt: skip
-        attn, x_MSH = self.self_attn, self.input_layernorm(hidden_MSH)
-        own = attn.keys_values(x_MSH, angles)
-        context = attn.keys_values(context_BTH, context_angles)
-        attended_MSAD = attend(attn.queries(x_MSH, angles), own, context, mask)
-        return self.finish(hidden_MSH, attended_MSAD)
+        context = self.self_attn.keys_values(context_BTH, context_angles)
+        return self.run(hidden_MSH, angles, lambda query, own: attend(query, own, context, mask))
 
-    def finish(self, hidden_H: Tensor, attended_AD: Tensor) -> Tensor:
-        """Add attention's output and the MLP to the layer's input."""
-        hidden_H = hidden_H + self.self_attn.o_proj(attended_AD.flatten(-2))
+    def run(self, hidden_H: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Run the rows of blocks, [..., S, H], through attention and the MLP."""
+        x_H = self.input_layernorm(hidden_H)
+        hidden_H = hidden_H + self.self_attn(x_H, angles, attend)
         return hidden_H + self.mlp(self.post_attention_layernorm(hidden_H))  # type: ignore[no-any-return]
 
 
 class Backbone(TargetVocabulary):
-    """The block decoder, without a loss."""
+    """The block decoder, without a loss. `target_logits` are the scale and soft cap of the target's."""
+
+    target_logits: tuple[float, float | None] = (1.0, None)
+
+    layer: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(
         self, config: DraftConfig, options: BackboneOptions, embedding_VH: Tensor,
@@ -99,7 +112,7 @@ class Backbone(TargetVocabulary):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in config.layer_types)
+        self.layers = nn.ModuleList(self.layer(config) for _ in config.layer_types)
         self.norm = RMSNorm(width, eps)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
 
@@ -154,6 +167,20 @@ class Backbone(TargetVocabulary):
             hidden_MSH = layer(hidden_MSH, context_BTH, angles, context_angles, masks[kind])
         return self.norm(hidden_MSH)  # type: ignore[no-any-return]
 
+    def compare(
+        self, batch: DraftBatch, blocks: Blocks, targets: Targets, hidden_RH: Tensor, label_R: Tensor,
+        weight_MS: Tensor, mixture: Mapping[str, float], low_rank: tuple[Tensor, Tensor] | None = None,
+    ) -> DistributionLosses:  # fmt: skip
+        """Compare rows with their labels, and with what the target says there, by its last states."""
+        sample_R = targets.take(blocks.sample_M[:, None].expand_as(targets.index_MS))
+        last_RH = batch.features["last_hidden"][sample_R, targets.take(targets.index_MS) - 1]
+        weight_R = targets.take(weight_MS) * (targets.row_R < targets.valid_MS.numel())
+        scale, softcap = self.target_logits
+        return distribution_losses(
+            hidden_RH, self.head, last_RH, label_R, weight_R, mixture, scale=scale, softcap=softcap,
+            low_rank=low_rank,
+        )  # fmt: skip
+
 
 class DFlashDraft(Backbone):
     """The draft with its loss: `loss` draws anchors and trains on their blocks."""
@@ -177,15 +204,23 @@ class DFlashDraft(Backbone):
         """Return the loss; this is what `train.compile` compiles.
 
         `ce`: numerator sum(w CE), denominator sum(w). D-PACE: numerator sum(w CE), denominator the
-        number of samples that have a row to learn. Metrics: `accuracy` and `acceptance_length`.
+        number of samples that have a row to learn. `kl` and the like: as `ce`, with that distance from
+        the target's distribution. Metrics: `accuracy` and `acceptance_length`; where the loss reads
+        that distribution, the mean overlap with it as `acceptance_rate`.
         """
         options, hidden_MSH = self.options, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
         label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
-        loss_R, best_R = cross_entropy(targets.take(hidden_MSH), self.head, label_R)
+        weight_MS = targets.weights(options.loss_decay_gamma, exact)
+        hidden_RH, denominator = targets.take(hidden_MSH), weight_MS.sum()
+        if options.distils:
+            mixture: dict[str, float] = {options.loss: 1.0}
+            found = self.compare(batch, blocks, targets, hidden_RH, label_R, weight_MS, mixture)
+            counts = metrics(targets.lay(found.best_R == label_R), valid_MS, exact)
+            rate = targets.mean(found.overlap_R)
+            return StepOutput(found.objective, denominator, {**counts, "acceptance_rate": rate})
+        loss_R, best_R = cross_entropy(hidden_RH, self.head, label_R)
         with full_precision(loss_R.device):
-            weight_MS = targets.weights(options.loss_decay_gamma, exact)
-            denominator = weight_MS.sum()
             if options.loss != "ce":
                 weight_MS = dpace_weights(options, targets.lay(loss_R.detach()), valid_MS)
                 weight_MS = weight_MS * valid_MS

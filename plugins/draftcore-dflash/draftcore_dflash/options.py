@@ -10,7 +10,8 @@ from pydantic import Field
 from draftcore.contracts.offers import Free
 
 Loss = Literal[
-    "ce", "dpace", "dpace_cumulative_confidence_only", "dpace_continuation_value_only"
+    "ce", "dpace", "dpace_cumulative_confidence_only", "dpace_continuation_value_only", "kl", "tv",
+    "lk_alpha", "lk_lambda",
 ]  # fmt: skip
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -64,6 +65,11 @@ class BackboneOptions(DecoderOptions):
         "block_size - 1",
     )
 
+    @property
+    def distils(self) -> bool:
+        """Whether the loss reads the target's distribution, and so its last hidden states."""
+        return False
+
 
 class DFlashOptions(BackboneOptions):
     """Options of the algorithm `dflash`."""
@@ -71,8 +77,14 @@ class DFlashOptions(BackboneOptions):
     loss: Loss = Field(
         "ce",
         description="ce: decayed cross entropy; dpace: weighted by the draft's own confidence "
-        "(arXiv 2605.18810), whole or one of its two factors; the decay does not apply to dpace",
+        "(arXiv 2605.18810), whole or one of its two factors; the decay does not apply to dpace; "
+        "kl, tv: divergence and distance from the target's distribution; lk_alpha: -log acceptance; "
+        "lk_lambda: a blend of kl and tv (arXiv 2602.23881)",
     )
     dpace_alpha: float = Field(
         0.5, ge=0, le=1, description="dpace: confidence is (1 - alpha) p + alpha"
     )
+
+    @property
+    def distils(self) -> bool:
+        return self.loss in ("kl", "tv", "lk_alpha", "lk_lambda")

@@ -138,13 +138,21 @@ class ServedBackbone:
         context_TH = shared.rms_norm(joined_TH, read["hidden_norm.weight"], eps)
         hidden_SH = at.host.embedding_VH[tokens_S]
         for index in range(int(config["num_hidden_layers"])):
-            layer, sees_SZ = f"layers.{index}", self._sees(index, len(context_TH), device)
-            x_SH = shared.rms_norm(hidden_SH, read[f"{layer}.input_layernorm.weight"], eps)
-            x_ZH = torch.cat([context_TH, x_SH])
-            hidden_SH = shared.run_layer(
-                self.server, config, read, layer, hidden_SH, x_SH, x_ZH, sees_SZ
-            )
+            sees_SZ = self._sees(index, len(context_TH), device)
+            hidden_SH = self.run_layer(read, f"layers.{index}", hidden_SH, context_TH, sees_SZ)
         return shared.rms_norm(hidden_SH, read["norm.weight"], eps)
+
+    def run_layer(
+        self, read: Mapping[str, Tensor], layer: str, hidden_SH: Tensor, context_TH: Tensor,
+        sees_SZ: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Run the layer of this name; a reader whose layers compute otherwise replaces it."""
+        eps = shared.eps_of(self.config)
+        x_SH = shared.rms_norm(hidden_SH, read[f"{layer}.input_layernorm.weight"], eps)
+        x_ZH = torch.cat([context_TH, x_SH])
+        return shared.run_layer(
+            self.server, self.config, read, layer, hidden_SH, x_SH, x_ZH, sees_SZ
+        )
 
     def _sees(self, layer: int, length: int, device: torch.device) -> Tensor:
         """Return which positions a row of the block attends to, [S, Z]."""
@@ -198,9 +206,11 @@ def read(folder: Path, server: str) -> ServedDraft:
     return ServedBackbone.of(server, config, tensors, backbone_shapes(config))
 
 
-def read_backbone(folder: Path, server: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_backbone(
+    folder: Path, server: str, architecture: str = ARCHITECTURE
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json's content, and the tensors under the names that servers give them."""
-    config, stored = shared.read_folder(folder, ARCHITECTURE)
+    config, stored = shared.read_folder(folder, architecture)
     if "transformer_layer_config" in config:
         raise UnservableError(
             "config.json is of the speculators layout, which has the same architecture name and "

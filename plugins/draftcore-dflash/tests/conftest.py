@@ -22,6 +22,6 @@ def algorithm() -> Tiny:
         DFlash,
         DFlashOptions,
         {"num_layers": 2, "layers": layers, "block_size": 4, "num_anchors": 5},
-        features=[f"hidden.{layer}" for layer in layers],
+        features=[*(f"hidden.{layer}" for layer in layers), "last_hidden"],
         shape={"vocab_size": 270},
     )

@@ -63,6 +63,7 @@ class Naive(comparisons.Naive):
         self.embedding = module.embed_tokens.double()
         head = module.target_head
         self.head = self.embedding if head is None else head.double()
+        self.target_logits = module.target_logits
 
     def heads(self, layer: int, name: str, x: Tensor, position: int) -> Heads:
         projected = self.linear(f"layers.{layer}.self_attn.{name}_proj", x)
@@ -108,21 +109,39 @@ class Naive(comparisons.Naive):
         """The loss as one ratio over all blocks of all samples, with the anchors of a run."""
         above, below = torch.zeros((), dtype=torch.float64), 0.0
         for sample in samples:
-            blocks = [self.terms(sample, int(a)) for a in anchors_of(sample, options.num_anchors)]
+            anchors = anchors_of(sample, options.num_anchors)
+            blocks = [self.terms(sample, int(a), options.loss) for a in anchors]
             for terms in blocks:
                 for k, (weight, cross) in self.weigh(terms, options).items():
                     above = above + weight * cross
                     decay = math.exp(-(k - 1) / (options.loss_decay_gamma or math.inf))
-                    below += decay if options.loss == "ce" else 0.0
-            below += float(options.loss != "ce" and any(blocks))
+                    below += 0.0 if "dpace" in options.loss else decay
+            below += float("dpace" in options.loss and any(blocks))
         return above / below
 
-    def terms(self, sample: Sample, anchor: int) -> dict[int, Tensor]:
-        """Cross entropy by offset, of offsets that count."""
+    def distance(self, state: Tensor, sample: Sample, at: int, loss: str) -> Tensor:
+        """Cross entropy with the token at a place, or how far q is from what the target says there."""
+        q = (self.head @ state).softmax(0)
+        if loss == "ce" or "dpace" in loss:
+            return -q[sample.token_ids_T[at]].log()
+        scale, cap = self.target_logits
+        logits = self.head @ sample.features["last_hidden"][at - 1] * scale
+        p = (cap * torch.tanh(logits / cap) if cap else logits).softmax(0)
+        kl, overlap = (p * (p / q).log()).sum(), torch.minimum(p, q).sum()
+        kept = torch.exp(-3 * overlap.detach())
+        return {
+            "kl": kl,
+            "tv": (p - q).abs().sum() / 2,
+            "lk_alpha": -overlap.log(),
+            "lk_lambda": kept * kl + (1 - kept) * (1 - overlap),
+        }[loss]
+
+    def terms(self, sample: Sample, anchor: int, loss: str) -> dict[int, Tensor]:
+        """The loss by offset, of offsets that count."""
         states = self.block(int(sample.token_ids_T[anchor]), anchor, sample.features)
         length = len(sample.token_ids_T)
         return {
-            k: -(self.head @ states[k]).log_softmax(0)[sample.token_ids_T[anchor + k]]
+            k: self.distance(states[k], sample, anchor + k, loss)
             for k in range(1, self.config.block_size)
             if anchor + k < length and sample.loss_mask_T[anchor + k]
         }
@@ -131,7 +150,7 @@ class Naive(comparisons.Naive):
         self, terms: Mapping[int, Tensor], options: DFlashOptions
     ) -> dict[int, tuple[float, Tensor]]:
         """Pair each offset's cross entropy with its weight."""
-        if options.loss == "ce":
+        if "dpace" not in options.loss:
             gamma = options.loss_decay_gamma or math.inf
             return {k: (math.exp(-(k - 1) / gamma), cross) for k, cross in terms.items()}
         alpha, prefix, prefixes = options.dpace_alpha, 1.0, {}
@@ -164,6 +183,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpace": ({"loss": "dpace", "dpace_alpha": 0.3}, {}),
     "dpace, confidence": ({"loss": "dpace_cumulative_confidence_only"}, {}),
     "dpace, value": ({"loss": "dpace_continuation_value_only"}, {}),
+    "kl": ({"loss": "kl"}, {}),
+    "tv": ({"loss": "tv", "loss_decay_gamma": None}, {}),
+    "lk_alpha": ({"loss": "lk_alpha"}, {}),
+    "lk_lambda": ({"loss": "lk_lambda"}, {}),
     "tied target": ({}, {"tie_word_embeddings": True}),
     "partial RoPE": ({}, {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
 }
@@ -177,13 +200,16 @@ def test_loss_and_gradients_equal_a_naive_draft(
     make_draft: MakeDraft,
     make_samples: MakeSamples,
 ) -> None:
-    draft = make_draft(of=make_target(**shape), **options)
+    draft = make_draft(of=(target := make_target(**shape)), **options)
     module, samples = draft.module, make_samples(11, 6, 9)
     assert isinstance(module, DFlashDraft)
     assert (module.target_head is None) is ("tie_word_embeddings" in shape)
     theta = shape.get("rope_parameters", {}).get("rope_theta", 10000.0)
     use_exact_frequencies(module, theta)
+    module.target_logits = (0.5, 4.0)  # of a target that scales and caps
     settings = DFlashOptions(**{"block_size": 4, "num_anchors": 5, **options})
+    distils = settings.loss in ("kl", "tv", "lk_alpha", "lk_lambda")
+    assert DFlash(settings).feature_request(target).last_hidden is distils
     output = DFlash(OPTIONS).forward_loss(draft, DFlash(settings).collate(samples), CONTEXT)
     require_naive(draft, output, Naive(module, theta).loss(samples, settings), rtol=1e-9)
 

@@ -19,6 +19,39 @@ from draftcore_nn import attention as fused
 from draftcore_nn.layers import full_precision
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+class Keys:
+    """What rows see of their layer: the keys and values of step 0, and those that they made since.
+
+    Those of step 0 are given for every row, [B*T, G, D].
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, length: int) -> None:
+        # Some kernels take a while for each length that they meet for the first time.
+        self.length, self.more = length, -length % 64 if key.is_cuda else 0
+        self.first = [
+            functional.pad(
+                torch.unflatten(x, 0, (-1, length)).transpose(1, 2), (0, 0, 0, self.more)
+            )
+            for x in (key, value)
+        ]
+        self.later: list[list[Tensor]] = [[], []]
+
+    def add(self, *key_value: Tensor) -> None:
+        """Take a step's keys and values of the rows that attend, [N, G, D] each."""
+        for made, x_NGD in zip(self.later, key_value, strict=True):
+            made.append(x_NGD)
+
+    def attend(self, query_NAD: Tensor, rows_N: Tensor) -> Tensor:
+        """Attend from the rows `rows_N`, flat b*T + t, see `attend`."""
+        nothing = (len(rows_N), self.first[0].shape[1], 0, query_NAD.shape[-1])
+        extra = [
+            torch.stack(made, 2) if made else query_NAD.new_empty(nothing) for made in self.later
+        ]
+        cells_N = rows_N + self.more * (rows_N // self.length)
+        return attend(query_NAD, self.first[0], self.first[1], extra[0], extra[1], cells_N)
 
 
 def attend(

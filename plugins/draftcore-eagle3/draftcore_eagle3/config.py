@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftcore_nn.target import DecoderShape, capturable, shape_of_target
 
@@ -11,7 +11,7 @@ from draftcore.errors import UsageError
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
-    from draftcore_eagle3.options import Eagle3Options
+    from draftcore_eagle3.options import BackboneOptions, Eagle3Options
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class DraftConfig(DecoderShape):
 
     draft_vocab_size: int
     layers: tuple[int, ...]
+    num_layers: int = 1
     fc_norm: bool = False
     norm_output: bool = False
 
@@ -49,14 +50,19 @@ def from_target(target: TargetSpec, options: Eagle3Options) -> DraftConfig:
 
     Raises UsageError where the target lacks a size, has no supported RoPE, or is too shallow.
     """
+    return DraftConfig(**backbone(target, options), norm_output=options.norm_output)
+
+
+def backbone(target: TargetSpec, options: BackboneOptions) -> dict[str, Any]:
+    """Return the fields that any draft of this network has; raises as `from_target` does."""
     shape = shape_of_target(target, options)
-    return DraftConfig(
+    return {
         **shape,
-        draft_vocab_size=options.draft_vocab_size or shape["vocab_size"],
-        layers=captured_layers(options.layers, target.num_layers),
-        fc_norm=options.fc_norm,
-        norm_output=options.norm_output,
-    )
+        "draft_vocab_size": options.draft_vocab_size or shape["vocab_size"],
+        "layers": captured_layers(options.layers, target.num_layers),
+        "num_layers": options.num_layers,
+        "fc_norm": options.fc_norm,
+    }
 
 
 def captured_layers(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:

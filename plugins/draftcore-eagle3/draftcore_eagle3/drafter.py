@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from draftcore.contracts.algorithm import Proposal
 from draftcore.contracts.capture import FeatureRequest
-from draftcore_eagle3.model import DecoderLayer, Eagle3Draft
+from draftcore_eagle3.model import Backbone, FirstLayer
 
 
 @dataclass
@@ -42,7 +42,7 @@ class DraftState(CachedState):
     counts_B: Tensor
 
 
-class NormedResidual(DecoderLayer):
+class NormedResidual(FirstLayer):
     """The layer as other EAGLE-3 drafts have it, which is not how ours are trained."""
 
     def finish(self, hidden_H: Tensor, attended_AD: Tensor) -> Tensor:
@@ -52,17 +52,17 @@ class NormedResidual(DecoderLayer):
 class Eagle3Drafter:
     """Decodes with a draft in its own dtype and on its own device; see `contracts.algorithm.Drafter`."""
 
-    def __init__(self, draft: Eagle3Draft, num_drafts: int, dtype: str) -> None:
+    def __init__(self, draft: Backbone, num_drafts: int, dtype: str) -> None:
         self.draft, self.num_drafts = draft, num_drafts
         self.request = FeatureRequest(draft.config.layers, last_hidden=False, dtype=dtype)
 
     @torch.inference_mode()
     def allocate(self, batch: int, max_len: int) -> DraftState:
-        config, weight = self.draft.config, self.draft.fc.weight
+        config, weight = self.draft.config, next(self.draft.parameters())
         rows, slots = self.num_drafts + 1, max_len + self.num_drafts + 1
         numbers = torch.zeros(batch, rows, dtype=torch.long, device=weight.device)
         return DraftState(
-            *empty_slots(config, 1, batch, slots, weight),
+            *empty_slots(config, config.num_layers, batch, slots, weight),
             hidden_BPH=weight.new_zeros(batch, rows, config.hidden_size),
             tokens_BP=numbers,
             start_B=numbers[:, 0].clone(),
@@ -80,7 +80,7 @@ class Eagle3Drafter:
         tokens_BT = functional.pad(tokens_BT[:, 1:], (0, 1)).scatter(1, last_B1, next_B1)
         hidden_BTH = self.draft.combine(features)
         positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self._run(state, tokens_BT, hidden_BTH, positions_BT.expand_as(tokens_BT))
+        self.run(state, tokens_BT, hidden_BTH, positions_BT.expand_as(tokens_BT))
         state.tokens_BP[:, 0] = next_B
         state.hidden_BPH[:, 0] = at(hidden_BTH, last_B)
         state.start_B.copy_(last_B)
@@ -97,16 +97,16 @@ class Eagle3Drafter:
         """
         offsets_P = torch.arange(self.num_drafts + 1, device=state.start_B.device)
         positions_BP = state.start_B[:, None] + offsets_P
-        output_BPH = self._run(state, state.tokens_BP, state.hidden_BPH, positions_BP)
+        output_BPH = self.run(state, state.tokens_BP, state.hidden_BPH, positions_BP)
         last_B = (state.counts_B - 1).clamp_min(0)
         position_B1 = (state.start_B + last_B)[:, None]
         normed_BH, hidden_BH = self.draft.head_and_feedback(at(output_BPH, last_B))
-        choices = [self._choose(normed_BH, temperature, generator)]
+        choices = [self.choose(normed_BH, temperature, generator)]
         for step in range(1, self.num_drafts):
             token_B, _ = choices[-1]
             rows_B1 = token_B[:, None], hidden_BH[:, None], position_B1 + step
-            normed_BH, hidden_BH = self.draft.head_and_feedback(self._run(state, *rows_B1)[:, 0])
-            choices.append(self._choose(normed_BH, temperature, generator))
+            normed_BH, hidden_BH = self.draft.head_and_feedback(self.run(state, *rows_B1)[:, 0])
+            choices.append(self.choose(normed_BH, temperature, generator))
         return chain(choices)
 
     @torch.inference_mode()
@@ -128,25 +128,29 @@ class Eagle3Drafter:
         yield (
             "norm_before_residual: the residual takes the state after hidden_norm",
             "set norm_before_residual to false in what the engine reads",
-            Eagle3Drafter(other, self.num_drafts, self.request.dtype),
+            type(self)(other, self.num_drafts, self.request.dtype),
         )
 
-    def _run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Run rows [B, R] at their positions through the layer, writing their cache slots."""
-        layer, rows = self.draft.midlayer, state.rows(self.draft.rotary, positions)
-        qkv = layer.project(self.draft.embed(tokens), hidden)
-        query, *key_value = layer.self_attn.heads_of(qkv, *rows.angles)
-        state.write(0, key_value, positions)
-        return layer.finish(hidden, state.attend(0, query, rows))
+    def run(self, state: DraftState, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Run rows [B, R] at their positions through the layers, writing their cache slots."""
+        rows, embedding = state.rows(self.draft.rotary, positions), self.draft.embed(tokens)
+        for index, layer in enumerate(self.draft.stack()):
 
-    def _choose(
-        self, normed_BH: Tensor, temperature: float, generator: torch.Generator | None
+            def attend(query: Tensor, *key_value: Tensor, index: int = index) -> Tensor:
+                state.write(index, key_value, positions)
+                return state.attend(index, query, rows)
+
+            hidden = layer(embedding, hidden, rows.angles, attend)
+        return hidden
+
+    def choose(
+        self, normed_H: Tensor, temperature: float, generator: torch.Generator | None
     ) -> Choice:
-        """Pick a target token [B] from the final state, and its distribution [B, V]."""
+        """Pick target tokens [...] from final states [..., H], and their distributions [..., V]."""
         ids_U = self.draft.token_ids()
-        choice_B, probs_BU = choose(self.draft.lm_head(normed_BH), temperature, generator)
+        choice, probs_U = choose(self.draft.lm_head(normed_H), temperature, generator)
         if ids_U is None:
-            return choice_B, probs_BU
-        if probs_BU is not None:
-            probs_BU = over_target(probs_BU, ids_U, self.draft.config.vocab_size)
-        return ids_U[choice_B], probs_BU
+            return choice, probs_U
+        if probs_U is not None:
+            probs_U = over_target(probs_U, ids_U, self.draft.config.vocab_size)
+        return ids_U[choice], probs_U

@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft: one Llama layer between features of the target and its next tokens.
+"""The EAGLE-3 draft: Llama layers, most often one, between features of the target and its next tokens.
 
-Unlike a Llama layer it reads the RMS-normed token embedding and the RMS-normed hidden input side by
-side, so the inputs of q/k/v are 2H wide; the residual is the hidden input before its norm. The half
+Unlike a Llama layer the first reads the RMS-normed token embedding and the RMS-normed hidden input side
+by side, so the inputs of q/k/v are 2H wide; the residual is the hidden input before its norm. The half
 of q/k/v that comes from the embedding depends on the token alone: training projects it once and
 shifts it from step to step (`Attention.split_weight`). The target's embedding and head are buffers
 outside the state dict, in the target's own dtype; whatever uses them casts.
@@ -13,7 +13,7 @@ U draft vocabulary, A query heads, G key/value heads, D head width, Q = (A + 2G)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,23 +36,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftcore.contracts.algorithm import Draft, DraftBatch, StepOutput, TrainingDefaults
-from draftcore_eagle3.attention import attend
+from draftcore_eagle3.attention import Keys
 from draftcore_eagle3.config import DraftConfig
 from draftcore_eagle3.loss import Rows, distill
 
 if TYPE_CHECKING:
     from draftcore.contracts.target import TargetSpec
-    from draftcore_eagle3.options import Eagle3Options
+    from draftcore_eagle3.options import BackboneOptions, Eagle3Options
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [..., A, D] of queries, keys and values
 
 
 class Attention(Projections):
-    """Grouped-query attention over [embedding, hidden]."""
+    """Grouped-query attention, whose q/k/v are made side by side, [..., Q]."""
 
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__(config, 2 * config.hidden_size)
+    def project(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
 
     def split_weight(self) -> tuple[Tensor, Tensor]:
-        """Return the joint q/k/v weight as its embedding half and its hidden half, [Q, H] each.
+        """Return the first layer's q/k/v weight as its embedding half and its hidden half, [Q, H] each.
 
         They are cast here, once for all steps.
         """
@@ -71,22 +73,28 @@ class Attention(Projections):
 
 
 class DecoderLayer(nn.Module):
-    """The layer, in two halves: attention itself differs between training and decoding."""
+    """A layer, in two halves around attention, which differs between training and decoding."""
+
+    inputs = 1  # how many states H wide the q/k/v are made of
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.hidden_norm = RMSNorm(width, eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, self.inputs * width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
 
+    def forward(
+        self, embedding_H: Tensor, hidden_H: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """Run the layer; `attend` gets rotated queries and keys, and values, see `Attention.heads_of`."""
+        qkv = self.project(embedding_H, hidden_H)
+        return self.finish(hidden_H, attend(*self.self_attn.heads_of(qkv, *angles)))
+
     def project(self, embedding_H: Tensor, hidden_H: Tensor) -> Tensor:
-        """Return q/k/v side by side, [..., Q], not yet rotated."""
-        x = torch.cat([self.input_layernorm(embedding_H), self.hidden_norm(hidden_H)], -1)
-        attn = self.self_attn
-        return torch.cat([attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)], -1)
+        """Return q/k/v side by side, [..., Q], not yet rotated; the first layer alone reads embeddings."""
+        return self.self_attn.project(self.input_layernorm(hidden_H))
 
     def finish(self, hidden_H: Tensor, attended_AD: Tensor) -> Tensor:
         """Add attention's output and the MLP to the hidden input; returns the layer's output."""
@@ -94,8 +102,22 @@ class DecoderLayer(nn.Module):
         return hidden_H + self.mlp(self.post_attention_layernorm(hidden_H))  # type: ignore[no-any-return]
 
 
-class Eagle3Draft(TargetVocabulary):
-    """The draft with its loss: `forward` is one training-time test over a batch.
+class FirstLayer(DecoderLayer):
+    """The layer that reads the token's embedding beside its hidden input."""
+
+    inputs = 2
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def project(self, embedding_H: Tensor, hidden_H: Tensor) -> Tensor:
+        x = torch.cat([self.input_layernorm(embedding_H), self.hidden_norm(hidden_H)], -1)
+        return self.self_attn.project(x)
+
+
+class Backbone(TargetVocabulary):
+    """The network, without a loss.
 
     `ids_U` are the draft vocabulary's ascending target ids (None for the full vocabulary), and
     `target_logits` the scale and the soft cap of the target's logits.
@@ -104,7 +126,7 @@ class Eagle3Draft(TargetVocabulary):
     d2t: Tensor | None
 
     def __init__(
-        self, config: DraftConfig, options: Eagle3Options, embedding_VH: Tensor,
+        self, config: DraftConfig, options: BackboneOptions, embedding_VH: Tensor,
         head_VH: Tensor | None, ids_U: Tensor | None,
         target_logits: tuple[float, float | None] = (1.0, None),
     ) -> None:  # fmt: skip
@@ -113,7 +135,11 @@ class Eagle3Draft(TargetVocabulary):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(3 * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3 * config.fc_norm))
-        self.midlayer = DecoderLayer(config)
+        self.midlayer = FirstLayer(config)
+        # Named as in files, where the first is `midlayer` for the servers of one layer.
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(config) for i in range(1, config.num_layers)}
+        )
         self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
@@ -122,6 +148,15 @@ class Eagle3Draft(TargetVocabulary):
     def token_ids(self) -> Tensor | None:
         """Target ids of the draft vocabulary, [U]; None for the full vocabulary."""
         return None if self.d2t is None else to_ids(self.d2t)
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """The dtype of the target's tensors, in which servers compute."""
+        return (self.embed_tokens if self.target_head is None else self.target_head).dtype
+
+    def stack(self) -> list[DecoderLayer]:
+        """Return the layers in their order."""
+        return [self.midlayer, *self.layers.values()]  # type: ignore[list-item]
 
     def combine(self, features: Mapping[str, Tensor]) -> Tensor:
         """Join the captured layers, [..., H] each, into the first hidden input [..., H]."""
@@ -136,7 +171,11 @@ class Eagle3Draft(TargetVocabulary):
         normed_H = self.norm(output_H)
         return normed_H, normed_H if self.config.norm_output else output_H
 
-    # ------------------------------------------------------------ training
+
+class Eagle3Draft(Backbone):
+    """The draft with its loss: `forward` is one training-time test over a batch."""
+
+    options: Eagle3Options
 
     def loss(self, batch: DraftBatch) -> StepOutput:
         """Return the loss of a batch, see `forward`; what depends on the mask's values is found here."""
@@ -178,53 +217,54 @@ class Eagle3Draft(TargetVocabulary):
         return StepOutput(total, denominator, metrics)
 
     def unroll(self, batch: DraftBatch, rows: Rows) -> Iterator[Tensor]:
-        """Yield each step's normed output on the active rows, [N, H]."""
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        steps, (batch_size, length) = self.options.ttt_length, batch.token_ids_BT.shape
+        """Yield each step's normed output on the active rows, [N, H].
+
+        Of step 0 all layers but the last run on all rows, as these make the keys of the next layer.
+        """
+        first, layers, length = self.midlayer, self.stack(), batch.token_ids_BT.shape[1]
+        steps, count = self.options.ttt_length, batch.token_ids_BT.numel()
         cos, sin = self.rotary(torch.arange(length + steps, device=batch.token_ids_BT.device))
-        embedding_half, hidden_half = attention.split_weight()
+        embedding_half, hidden_half = first.self_attn.split_weight()
 
         next_tokens = functional.pad(batch.token_ids_BT[:, 1:], (0, 1)).flatten()
-        embedded = layer.input_layernorm(self.embed(next_tokens))
+        embedded = first.input_layernorm(self.embed(next_tokens))
         from_token = functional.linear(embedded, embedding_half)
         hidden = self.combine(batch.features).flatten(0, 1)
-        qkv = from_token + functional.linear(layer.hidden_norm(hidden), hidden_half)
-        query, key, value = attention.heads_of(qkv, cos[rows.time_BT], sin[rows.time_BT])
-        # Some kernels take a while for each length that they meet for the first time.
-        more = -length % 64 if key.is_cuda else 0
-        key_BGTD, value_BGTD = (
-            functional.pad(torch.unflatten(x, 0, (batch_size, -1)).transpose(1, 2), (0, 0, 0, more))
-            for x in (key, value)
-        )
-
-        active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
-        cell_N = active_N + more * (active_N // length)
-        query, hidden = query.index_select(0, active_N), hidden.index_select(0, active_N)
-        nothing = (len(active_N), attention.heads[1], 0, query.shape[-1])
-        extra_key, extra_value = query.new_empty(nothing), query.new_empty(nothing)
+        row_N = torch.arange(count, device=embedded.device)
+        seen: list[Keys] = []
         for step in range(steps):
-            if step > 0:
-                later_N = (active_N + step).clamp_max(batch_size * length - 1)
-                qkv = from_token.index_select(0, later_N)
-                qkv = qkv + functional.linear(layer.hidden_norm(hidden), hidden_half)
-                query, key, value = attention.heads_of(qkv, cos[time_N + step], sin[time_N + step])
-                extra_key = torch.cat([extra_key, key[:, :, None]], 2)
-                extra_value = torch.cat([extra_value, value[:, :, None]], 2)
-            attended = attend(query, key_BGTD, value_BGTD, extra_key, extra_value, cell_N)
-            normed, hidden = self.head_and_feedback(layer.finish(hidden, attended))
+            later_N = (row_N + step).clamp_max(count - 1)
+            angles = cos[rows.time_BT[row_N] + step], sin[rows.time_BT[row_N] + step]
+            for index, layer in enumerate(layers):
+                if index == 0:
+                    qkv = from_token.index_select(0, later_N) if step else from_token
+                    qkv = qkv + functional.linear(first.hidden_norm(hidden), hidden_half)
+                else:
+                    qkv = layer.project(embedded, hidden)
+                query, key, value = layer.self_attn.heads_of(qkv, *angles)
+                if step == 0:
+                    seen.append(Keys(key, value, length))
+                    if layer is layers[-1]:
+                        row_N = rows.active_N
+                        query, hidden = (x.index_select(0, row_N) for x in (query, hidden))
+                else:
+                    seen[index].add(key, value)
+                hidden = layer.finish(hidden, seen[index].attend(query, row_N))
+            normed, hidden = self.head_and_feedback(hidden)
             yield normed
 
 
 def build(
-    target: TargetSpec, config: DraftConfig, options: Eagle3Options, ids_U: Tensor | None
-) -> Draft:
+    target: TargetSpec, config: DraftConfig, options: BackboneOptions, ids_U: Tensor | None,
+    kind: type[Backbone] = Eagle3Draft,
+) -> Draft:  # fmt: skip
     """Build a draft with fresh weights: N(0, 0.02), norms 1, the LM head from the target's rows.
 
     These are scaled as the target's logits are: the draft's own logits are neither scaled nor capped.
     """
     embedding_VH, head_VH = target_tensors(target)
     logits = (target.logit_scale, target.logit_softcap)
-    module = Eagle3Draft(config, options, embedding_VH, head_VH, ids_U, logits)
+    module = kind(config, options, embedding_VH, head_VH, ids_U, logits)
     init_linears(module)
     head_VH = embedding_VH if head_VH is None else head_VH
     with torch.no_grad():
@@ -234,7 +274,7 @@ def build(
         module=module,
         config=dataclasses.asdict(config),
         defaults=TrainingDefaults(lr=1e-4, warmup_ratio=0.015, clip=0.5),
-        parameter_groups=[{"params": list(module.parameters())}],
-        frozen=Eagle3Draft.FROZEN,
-        about=config.text(layers=1),
+        parameter_groups=[{"params": [p for p in module.parameters() if p.requires_grad]}],
+        frozen=Backbone.FROZEN,
+        about=config.text(config.num_layers),
     )

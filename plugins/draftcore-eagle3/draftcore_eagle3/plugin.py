@@ -6,7 +6,7 @@ from draftcore import hookimpl
 from draftcore.contracts.offers import Offer
 
 EXAMPLE = {
-    "layers": [9, 0, 4], "draft_vocab_size": 200, "fc_norm": True, "norm_output": True,
+    "num_layers": 2, "layers": [9, 0, 4], "draft_vocab_size": 200, "fc_norm": True, "norm_output": True,
     "supervise": "predicted", "num_attention_heads": 6, "num_key_value_heads": 3, "ttt_length": 3,
     "num_drafts": 4,
 }  # fmt: skip

@@ -62,15 +62,22 @@ def prefix(tensors: Tensors) -> None:
 
 class TestExports(ExportSuite):
     plugin, architecture = "draftcore_eagle3.plugin", "LlamaForCausalLMEagle3"
-    kept: ClassVar = {"draft_vocab_size": 24, "layers": [0, 2, 6], "norm_output": True}
+    kept: ClassVar = {
+        "draft_vocab_size": 24, "layers": [0, 2, 6], "norm_output": True, "num_layers": 3,
+    }  # fmt: skip
     free: ClassVar = {"loss": "lk_alpha", "layers": [6, 2, 0]}
-    against: ClassVar = {"draft_vocab_size": 30, "layers": [0, 1, 2], "norm_output": False}
+    against: ClassVar = {
+        "num_layers": 2,
+        "draft_vocab_size": 30,
+        "layers": [0, 1, 2],
+        "norm_output": False,
+    }
     refused_configs: ClassVar = {
         "two sets of layers": (
             {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "two sets of captured layers",
         ),
         "another residual": ({"norm_before_residual": True}, "norm_before_residual: True"),
-        "two layers": ({"num_hidden_layers": 2}, "num_hidden_layers: 2"),
+        "two layers": ({"num_hidden_layers": 2}, r"missing layers.1.input_layernorm.weight \[32\]"),
         "another vocabulary of the draft": ({"draft_vocab_size": 25}, r"d2t of shape \[24\]"),
     }  # fmt: skip
     refused_tensors: ClassVar = {
@@ -89,6 +96,7 @@ class TestExports(ExportSuite):
     served: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {
         **{rope: (rope, HEADS) for rope in ROPES},
         "EAGLE-3.1": ("default", EAGLE_31),
+        "three layers": ("default", {"num_layers": 3, "num_drafts": 3}),
     }
 
 
@@ -239,7 +247,11 @@ def test_draft_vocabulary_is_the_most_frequent_tokens_ascending() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"draft_vocab_size": 24}, {"norm_output": True}, {"fc_norm": True, "num_key_value_heads": 1}],
+    [
+        {"draft_vocab_size": 24},
+        {"norm_output": True, "num_layers": 3},
+        {"fc_norm": True, "num_key_value_heads": 1},
+    ],
     ids=str,
 )
 def test_proposals_equal_training_over_ragged_rounds(

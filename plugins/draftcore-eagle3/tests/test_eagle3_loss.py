@@ -48,20 +48,24 @@ class Naive(comparisons.Naive):
         super().__init__(draft.module, theta)
         self.module, (self.scale, self.cap) = draft.module, target_logits
 
-    def qkv(self, token: int, hidden: Tensor, position: int) -> tuple[Heads, Heads, Heads]:
-        embedding = self.module.embed_tokens[token].to(hidden.dtype)
-        normed = self.rms(hidden, "midlayer.hidden_norm")
-        x = torch.cat([self.rms(embedding, "midlayer.input_layernorm"), normed])
+    def qkv(
+        self, name: str, token: int, hidden: Tensor, position: int
+    ) -> tuple[Heads, Heads, Heads]:
+        read = [hidden]
+        if name == "midlayer":
+            read = [self.module.embed_tokens[token].to(hidden), hidden]
+        norms = (f"{name}.{norm}" for norm in ("input_layernorm", "hidden_norm"))
+        x = torch.cat([self.rms(x, norm) for x, norm in zip(read, norms, strict=False)])
         q, k, v = (
-            list(self.linear(f"midlayer.self_attn.{n}_proj", x).view(-1, self.config.head_dim))
+            list(self.linear(f"{name}.self_attn.{n}_proj", x).view(-1, self.config.head_dim))
             for n in "qkv"
         )
         return [self.rope(head, position) for head in q], [self.rope(h, position) for h in k], v
 
-    def layer(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + self.linear("midlayer.self_attn.o_proj", attended)
-        x = self.rms(hidden, "midlayer.post_attention_layernorm")
-        return hidden + self.mlp("midlayer.mlp", x)
+    def layer(self, name: str, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + self.linear(f"{name}.self_attn.o_proj", attended)
+        x = self.rms(hidden, f"{name}.post_attention_layernorm")
+        return hidden + self.mlp(f"{name}.mlp", x)
 
     def start(self, sample: Sample, t: int) -> Tensor:
         parts = [sample.features[f"hidden.{layer}"][t] for layer in self.config.layers]
@@ -74,22 +78,24 @@ class Naive(comparisons.Naive):
         tokens = [*sample.token_ids_T.tolist(), *[0] * (steps + 1)]
         length = len(sample.token_ids_T)
         hidden = [self.start(sample, t) for t in range(length)]
-        keys: list[list[Heads]] = [[] for _ in range(length)]
-        values: list[list[Heads]] = [[] for _ in range(length)]
+        layers = ["midlayer", *(f"layers.{i}" for i in range(1, self.config.num_layers))]
+        made: dict[str, list[list[tuple[Heads, Heads]]]]
+        made = {name: [[] for _ in range(length)] for name in layers}
         for k in range(steps):
-            queries = []
+            for name, seen in made.items():
+                queries = []
+                for t in range(length):
+                    q, key, value = self.qkv(name, tokens[t + 1 + k], hidden[t], t + k)
+                    queries.append(q)
+                    seen[t].append((key, value))
+                for t in range(length):
+                    places = [seen[j][0] for j in range(t + 1)] + seen[t][1:]
+                    keys, values = zip(*places, strict=True)
+                    attended = self.attention(queries[t], keys, values)
+                    hidden[t] = self.layer(name, hidden[t], attended)
             for t in range(length):
-                q, key, value = self.qkv(tokens[t + 1 + k], hidden[t], t + k)
-                queries.append(q)
-                keys[t].append(key)
-                values[t].append(value)
-            for t in range(length):
-                seen_keys = [keys[j][0] for j in range(t + 1)] + keys[t][1:]
-                seen_values = [values[j][0] for j in range(t + 1)] + values[t][1:]
-                attended = self.attention(queries[t], seen_keys, seen_values)
-                output = self.layer(hidden[t], attended)
-                normed = self.rms(output, "norm")
-                hidden[t] = normed if self.config.norm_output else output
+                normed = self.rms(hidden[t], "norm")
+                hidden[t] = normed if self.config.norm_output else hidden[t]
                 yield k, t, self.linear("lm_head", normed)
 
     def loss(self, samples: Sequence[Sample], options: Eagle3Options) -> Tensor:
@@ -139,6 +145,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], Logits]] = {
     ),
     "predicted": ({"supervise": "predicted", "draft_vocab_size": 24, "step_decay": 0.5}, {}, PLAIN),
     "one step": ({"ttt_length": 1}, {}, PLAIN),
+    "three layers": ({"num_layers": 3, "norm_output": True}, {}, PLAIN),
     "alpha": ({"loss": "lk_alpha", "draft_vocab_size": 24}, {}, PLAIN),
     "lambda": (
         {"loss": "lk_lambda", "kl_scale": 0.7, "kl_decay": 2.0, "draft_vocab_size": 24}, {}, PLAIN,

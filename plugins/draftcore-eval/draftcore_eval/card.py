@@ -102,7 +102,8 @@ def drafts_of(draft: OpenDraft, folder: Path, report: Mapping[str, Any] | None) 
     if report:
         return int(report["served"]["num_drafts"])
     config = json.loads(regular(folder / "config.json").read_text(encoding="utf-8"))
-    return int(getattr(draft.options, "num_drafts", None) or config.get("block_size", 4) - 1)
+    spare = not config.get("sample_from_anchor", False)  # a block's first row, which drafts nothing
+    return int(getattr(draft.options, "num_drafts", None) or config.get("block_size", 4) - spare)
 
 
 def versions(*names: str) -> dict[str, str]:

@@ -186,13 +186,15 @@ def commands(capabilities: Collection[str], target: str, draft: str, drafts: int
     """
     names = dict(word.partition(":")[::2] for word in sorted(capabilities))
     method, sglang = names.get("vllm", ""), names.get("sglang", "")
+    parallel = ', "parallel_drafting": true' * ("parallel" in capabilities)
     chain = f"--speculative-num-steps {drafts} --speculative-eagle-topk 1 "
     found = {
         "sglang": f"python -m sglang.launch_server --model-path {target} \\\n"
         f"    --speculative-algorithm {sglang} --speculative-draft-model-path {draft} \\\n"
         f"    {chain * sglang.startswith('EAGLE')}--speculative-num-draft-tokens {drafts + 1}",
         "vllm": f"vllm serve {target} --speculative-config \\\n"
-        f'    \'{{"method": "{method}", "model": "{draft}", "num_speculative_tokens": {drafts}}}\'',
+        f'    \'{{"method": "{method}", "model": "{draft}", "num_speculative_tokens": {drafts}'
+        f"{parallel}}}'",
     }
     named = {server: names.get(server, "") for server in found}
     readable = [s for s, name in named.items() if name and ":" not in name]

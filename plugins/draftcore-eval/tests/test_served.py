@@ -148,6 +148,15 @@ def test_of_a_mistake_that_nobody_knows_the_first_token_is_found_by_asking(
         assert (rounds == rounds_until(found.here[row], tokens)) is same
 
 
+def test_in_16_bits_rounds_that_part_are_roundings_where_their_sums_are_alike(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not served("eagle3", "one-more").as_trained
+    monkeypatch.setattr("draftcore_eval.served.HALF", ("float32",))
+    assert "roundings decide" in str(served("eagle3", "one-more").ties)
+    assert not served("eagle3", "odd").as_trained
+
+
 def cli(*words: object) -> Result:
     """Ask a wrong engine two prompts by the command line."""
     given = ["--plugin", ENGINES, "served", *words, "eval.prompts=2"]

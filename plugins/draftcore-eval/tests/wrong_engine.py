@@ -77,7 +77,7 @@ MODULES: dict[str, Change] = {
     "quantised-head": four_bits,
     "odd": lambda m: m.fc.weight.data.mul_(1.5),
 }
-NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy")
+NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy", "one-more")
 
 
 @hookimpl
@@ -145,7 +145,8 @@ class Wrong:
             found.tokens[-1] ^= 1
         positions = range(self.runner.drafter.num_drafts)
         accepted = tuple(sum(count > k for count in found.accepted) for k in positions)
-        return Answer(tuple(found.tokens), len(found.accepted), accepted)
+        more = self.name == "one-more" and (max_new_tokens, *prompt) == min(self.answers)
+        return Answer(tuple(found.tokens), len(found.accepted) + more, accepted)
 
     def command(self) -> str:
         return f"serve <target> <draft> --drafts {self.drafts}"

@@ -23,7 +23,7 @@ class Converted:
 
     def command(self, target: str, draft: object, num_drafts: int) -> str:
         """Return what serves it by hand, beside the target's file."""
-        draft = f"-md {draft} --spec-type draft-{self.method.name}"
+        draft = f"-md {draft} --spec-type draft-{self.method.served_as or self.method.name}"
         return f"llama-server -m {target} {draft} --spec-draft-n-max {num_drafts}"
 
 

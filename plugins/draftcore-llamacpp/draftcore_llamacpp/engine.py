@@ -134,7 +134,7 @@ class LlamaCpp:
                     f"computes those of {export} as they were trained with {converted.num_drafts} "
                     f"alone\n  ask for {converted.num_drafts}, all of a block"
                 )
-            settings["method"] = converted.method.name
+            settings["method"] = converted.method.served_as or converted.method.name
         settings |= {
             "target": str(self.target),
             "draft": str(self.folder / "draft.gguf") if export else "",

@@ -22,7 +22,7 @@ BLOCK = 32  # values of a row that share a scale in q8_0; other rows are stored 
 def write_gguf(
     file: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Tensor], kind: str
 ) -> None:
-    """Write a file whole or not at all, with its matrices in a type; vectors are always f32.
+    """Write a file whole or not at all, with its matrices in a type; what is no matrix is f32.
 
     Raises DraftcoreError where it cannot be written.
     """
@@ -57,14 +57,14 @@ def add_key(out: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def add_tensor(out: gguf.GGUFWriter, name: str, tensor: Tensor, kind: str) -> None:
-    """Add a tensor: ids as they are, vectors in f32, matrices in a type."""
+    """Add a tensor: ids as they are, matrices in a type, all else in f32."""
     if not tensor.is_floating_point():
         out.add_tensor(name, tensor.long().numpy())
         return
     array = np.ascontiguousarray(tensor.detach().float().numpy())
     if kind == "q8_0" and array.shape[-1] % BLOCK:
         kind = "f16"
-    if kind == "f32" or array.ndim < 2:
+    if kind == "f32" or array.ndim != 2:
         out.add_tensor(name, array)
         return
     stored = gguf.GGMLQuantizationType[kind.upper()]

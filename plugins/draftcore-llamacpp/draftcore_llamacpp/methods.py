@@ -43,13 +43,15 @@ ELSEWHERE = "serve it with sglang or vLLM: the export's README.md has the comman
 class Method(ABC):
     """A kind of draft, as llama.cpp has it.
 
-    `name` is that of llama.cpp's architecture; the server knows the method as `draft-NAME`. `outer` and
-    `layer` name the tensors outside and inside of layers; those of `optional` may be missing, those of
-    `unread` are left out. `renamed` are prefixes that other writers use. `fixed` has fields of config.json,
-    whichever part they are in, with the one value that llama.cpp computes; `inner` is that part.
+    `name` is that of llama.cpp's architecture; the server knows the method as `draft-NAME`, or by
+    `served_as` in its place. `outer` and `layer` name the tensors outside and inside of layers; those of
+    `optional` may be missing, those of `unread` are left out. `renamed` are prefixes that other writers
+    use. `fixed` has fields of config.json, whichever part they are in, with the one value that llama.cpp
+    computes; `inner` is that part.
     """
 
     name: ClassVar[str]
+    served_as: ClassVar[str] = ""
     outer: ClassVar[Mapping[str, str]]
     layer: ClassVar[Mapping[str, str]]
     optional: ClassVar[frozenset[str]] = frozenset()

@@ -29,7 +29,9 @@ WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_windo
 DRAFTS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 2, "layers": [1, 2, 4]},
     "dflash": {**BLOCKS, **WINDOW, "is_causal": True},
+    "dflash2": {**BLOCKS, "selector_rank": 8, "selector_top_k": 6},
     "domino": {**BLOCKS, "gru_hidden_dim": 8, "emb_dim": 8},
+    "dspark": {**BLOCKS, "markov_rank": 8},
 }
 
 
@@ -43,7 +45,7 @@ def run_cli(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three drafts after a step, exported; its YAML lies in its folder."""
+    """A run of some drafts after a step, exported; its YAML lies in its folder."""
     folder = tmp_path_factory.mktemp("run")
     drafts = {
         name: {"algorithm": {"name": name, "options": options}} for name, options in DRAFTS.items()
@@ -132,6 +134,26 @@ def test_a_dflash_file_holds_the_export_as_it_is(run: Path, tmp_path: Path) -> N
     assert len(tensors) == len(stored)
 
 
+def test_a_dflash2_file_is_one_of_dflash_with_convolutions_whose_kernels_stay_exact_and_a_selector(
+    run: Path, tmp_path: Path
+) -> None:
+    write_draft(run / "dflash2/export", run / "target", file := tmp_path / "draft.gguf", "bf16")
+    (keys, tensors), stored = read(file), load_file(run / "dflash2/export/model.safetensors")
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    assert keys["general.architecture"] == "dflash"
+    assert [keys[f"dflash.{name}"] for name in sizes] == [2, 16, 8, 6]
+    for theirs, ours in {
+        "blk.1.attn_conv_base": "layers.1.attention_conv.base_kernel",
+        "blk.0.ffn_conv_base": "layers.0.mlp_conv.base_kernel",
+    }.items():
+        np.testing.assert_array_equal(tensors[theirs], stored[ours], ours)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    assert shapes["blk.1.ffn_conv_proj.weight"] == (12, 48)
+    assert shapes["selector_hidden.weight"] == (8, 48)
+    assert shapes["selector_predecessor.weight"] == shapes["selector_successor.weight"] == (259, 8)
+    assert len(tensors) == len(stored)
+
+
 @pytest.mark.parametrize(("kind", "bound"), [("f16", 1e-3), ("bf16", 8e-3), ("q8_0", 1e-2)])
 def test_matrices_of_a_smaller_type_are_near_and_vectors_are_exact(
     run: Path, tmp_path: Path, kind: str, bound: float
@@ -185,7 +207,11 @@ def nested(**fields: Any) -> Edit:
         ("dflash", nested(target_layer_ids=[1, 5]), "gives those of 1 to 5"),
         ("dflash", nested(mask_token_id=None), "lacks mask_token_id"),
         ("dflash", lambda _, tensors: tensors.update(more=tensors["norm.weight"].clone()), "unknown more"),
+        ("dflash2", nested(selector_top_k=7), "selector_top_k at most 6"),
+        ("dflash2", nested(selector_rank=None), "lacks selector_rank"),
+        ("dflash2", nested(output_multiplier=0.5), "has output_multiplier: 0.5"),
         ("domino", nested(), "would leave out the draft's head, 'domino', in silence"),
+        ("dspark", nested(markov_head_type="gated"), "serve it with markov_head_type: 'vanilla'"),
     ],
 )  # fmt: skip
 def test_what_llama_cpp_would_serve_otherwise_than_trained_is_refused(

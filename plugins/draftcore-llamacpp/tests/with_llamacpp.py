@@ -35,7 +35,9 @@ DRAFTS: dict[str, tuple[dict[str, Any], int]] = {  # options, steps
         {"draft_vocab_size": 2048, "ttt_length": 2, "intermediate_size": 384, "supervise": "predicted"},
         40,
     ),
-    "dflash": ({"num_layers": 2, "block_size": 8, "num_anchors": 16, "loss_decay_gamma": 4}, 120),
+    "dflash": (BLOCKS := {"num_layers": 2, "block_size": 8, "num_anchors": 16, "loss_decay_gamma": 4}, 120),
+    "dflash2": ({**BLOCKS, "selector_rank": 32, "selector_top_k": 15}, 120),
+    "dspark": ({"num_layers": 2, "num_anchors": 16, "markov_rank": 64, "ce_weight": 1.0}, 120),
 }  # fmt: skip
 OPTIONS = LlamaCppOptions()
 

@@ -1,4 +1,4 @@
-"""Cross entropy with a token or a distribution, over a large vocabulary, a slice of rows at a time.
+"""Losses of a token or a distribution, over a large vocabulary, a slice of rows at a time.
 
 Logits of a training step (rows x vocabulary) would not fit in memory. Where the head is frozen they
 are not needed twice: d CE / d hidden = (softmax - onehot) W of a row does not depend on the row's
@@ -9,14 +9,15 @@ backward makes the logits of each slice again.
 A compiler has to know how many slices there are: then rows are cut into `PARTS`, and `padded` says
 what fills them up.
 
-Shape letters: R rows, H hidden, V vocabulary, U the draft's own; r a slice of rows.
+Shape letters: R rows, H hidden, E rank of a correction, V vocabulary, U the draft's own; r a slice of
+rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from draftcore_nn.layers import full_precision
 # Logits exist for this many elements at a time: 256 MiB in fp32.
 LOGIT_ELEMENTS = 1 << 26
 PARTS = 16
+LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distribution_losses`
 
 
 def padded(rows: int) -> int:
@@ -114,11 +116,16 @@ class _CrossEntropy(torch.autograd.Function):
 
 def residual(log_probs_rV: Tensor, label_r1: Tensor) -> Tensor:
     """Turn log-probabilities into softmax - onehot, d CE / d logits; in place, but for a compiler."""
+    compiling = torch.compiler.is_compiling()
+    return _less_at(log_probs_rV.exp() if compiling else log_probs_rV.exp_(), label_r1, 1.0)
+
+
+def _less_at(x_rV: Tensor, label_r1: Tensor, amount: float) -> Tensor:
+    """Subtract from one place of each row; in place, but for a compiler."""
     if torch.compiler.is_compiling():  # it fuses this, and would keep the result of a scatter
-        index_V = torch.arange(log_probs_rV.shape[-1], device=log_probs_rV.device)
-        return log_probs_rV.exp() - (index_V == label_r1).to(log_probs_rV.dtype)
-    probs_rV = log_probs_rV.exp_()
-    return probs_rV.scatter_add_(1, label_r1, probs_rV.new_full(label_r1.shape, -1.0))
+        index_V = torch.arange(x_rV.shape[-1], device=x_rV.device)
+        return x_rV - amount * (index_V == label_r1).to(x_rV.dtype)
+    return x_rV.scatter_add_(1, label_r1, x_rV.new_full(label_r1.shape, -amount))
 
 
 # ---------------------------------------------------------------- a distribution
@@ -157,15 +164,151 @@ def teach(
         for (hidden_rH,) in in_slices(len(head_VH), last_hidden_RH.to(head_VH.dtype)):
             logits_rV = functional.linear(hidden_rH, head_VH)
             best_r = logits_rV.max(-1).indices
-            if scale != 1 or softcap:
-                exact_rV = logits_rV.to(torch.promote_types(logits_rV.dtype, torch.float32)) * scale
-                exact_rV = softcap * torch.tanh(exact_rV / softcap) if softcap else exact_rV
-                logits_rV = exact_rV.to(logits_rV.dtype)
+            logits_rV = _capped(logits_rV, scale, softcap)
             own_rU = logits_rV if ids_U is None else logits_rV.index_select(1, ids_U)
             scales = [_logsumexp(own_rU), _logsumexp(logits_rV)]
             parts.append((own_rU, *scales, index_V[best_r]))
         return Teacher(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
+def _capped(logits_rV: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scale and cap the target's logits as the target does."""
+    if scale == 1 and not softcap:
+        return logits_rV
+    exact_rV = logits_rV.to(torch.promote_types(logits_rV.dtype, torch.float32)) * scale
+    exact_rV = softcap * torch.tanh(exact_rV / softcap) if softcap else exact_rV
+    return exact_rV.to(logits_rV.dtype)
+
+
 def _logsumexp(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+
+
+# ---------------------------------------------------------------- a draft's and the target's, unmade
+
+
+class DistributionLosses(NamedTuple):
+    """What `distribution_losses` returns.
+
+    `objective` carries the gradient; the rest is per row: each loss of the mixture, the overlap of
+    the two distributions (sum of min(p, q): how probably a draft is accepted), and the draft's most
+    probable token.
+    """
+
+    objective: Tensor
+    losses: Mapping[str, Tensor]
+    overlap_R: Tensor
+    best_R: Tensor
+
+
+def distribution_losses(
+    hidden_RH: Tensor, head_VH: Tensor, last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor,
+    mixture: Mapping[str, float], *, scale: float = 1.0, softcap: float | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> DistributionLosses:  # fmt: skip
+    """Compare a draft's distribution with a token and with the target's, a slice of rows at a time.
+
+    The objective is the sum over rows of weight * (the sum of share * loss over the mixture), where
+    q = softmax(W h), W being the frozen head, p is the target's softmax, W its last hidden state
+    with `scale` and `softcap` as in `teach`, and a loss is one of
+
+    - `ce`: -log q[label]; `kl`: sum p (log p - log q); `tv`: 1 - overlap, half the L1 distance;
+    - `lk_alpha`: -log overlap (of at least 1e-5);
+    - `lk_lambda`: w kl + (1 - w) tv, w = exp(-3 overlap) held constant in the gradient
+      (arXiv 2602.23881; speculators calls the two `nla` and `lk_hybrid`).
+
+    With `low_rank`, z [R, E] in the dtype of h and U [V, E], q is of W h + U z. Differentiable in h, z
+    and U.
+    Weights are constants, and 0 for rows that only fill up. Raises KeyError for another loss.
+    """
+    low_RE, up_VE = low_rank or (None, None)
+    inputs = (hidden_RH, low_RE, up_VE)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    objective, overlap_R, best_R, *losses = _DistributionLosses.apply(  # type: ignore[no-untyped-call]
+        *inputs, head_VH, last_hidden_RH, label_R, weight_R, dict(mixture), (scale, softcap), wanted
+    )
+    return DistributionLosses(objective, dict(zip(mixture, losses, strict=True)), overlap_R, best_R)
+
+
+class _DistributionLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RH: Tensor, low_RE: Tensor | None, up_VE: Tensor | None, head_VH: Tensor,
+        last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, mixture: Mapping[str, float],
+        capping: tuple[float, float | None], wanted: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
+        up = None if up_VE is None else up_VE.to(half)
+        up_grad_VE = None if up_VE is None else torch.zeros_like(up_VE)
+        rows = (hidden_RH, last_hidden_RH.to(head_VH.dtype), label_R, weight_R.to(exact))
+        by_row, slopes = [], []
+        with full_precision(hidden_RH.device):
+            for hidden_rH, last_rH, label_r, weight_r, *low in in_slices(
+                2 * len(head_VH), *rows, *([] if low_RE is None else [low_RE])
+            ):
+                logits_rV = (hidden_rH @ head_VH.T).to(exact)
+                if up is not None:
+                    logits_rV = logits_rV + low[0] @ up.T
+                best_r = logits_rV.argmax(-1)
+                log_p_rV = _capped(last_rH @ head_VH.T, *capping).log_softmax(-1, dtype=exact)
+                losses, overlap_r, slope_rV = _compare(
+                    logits_rV.log_softmax(-1), log_p_rV, label_r[:, None], mixture, wanted
+                )
+                by_row.append((overlap_r, best_r, *losses))
+                if slope_rV is None:
+                    continue
+                slope_rV = (slope_rV * weight_r[:, None]).to(half)
+                slopes.append([slope_rV @ head_VH, *([] if up is None else [slope_rV @ up])])
+                if up_grad_VE is not None:
+                    up_grad_VE = up_grad_VE + slope_rV.T @ low[0]
+            overlap_R, best_R, *per_row = (torch.cat(part) for part in zip(*by_row, strict=True))
+            shared = zip(mixture.values(), per_row, strict=True)
+            objective = sum(
+                (share * loss_R for share, loss_R in shared), torch.zeros_like(weight_R)
+            )
+            objective = (objective * weight_R).sum()
+        saved = [torch.cat(part) for part in zip(*slopes, strict=True)]
+        ctx.save_for_backward(*saved, *([] if up_grad_VE is None or not wanted else [up_grad_VE]))
+        ctx.mark_non_differentiable(overlap_R, best_R, *per_row)
+        return objective, overlap_R, best_R, *per_row
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scaled: list[Tensor | None] = [
+            (saved * grad).to(saved.dtype) for saved in ctx.saved_tensors
+        ]
+        return *scaled, *[None] * (10 - len(scaled))
+
+
+def _compare(
+    log_q_rV: Tensor, log_p_rV: Tensor, label_r1: Tensor, mixture: Mapping[str, float], wanted: bool
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Return each row's losses, its overlap, and d mixture / d logits of q if that is wanted.
+
+    All slopes are made of three: q - onehot of ce, q - p of kl, and of the overlap
+    q (m - sum q m) with m = [q < p].
+    """
+    q_rV, p_rV = log_q_rV.exp(), log_p_rV.exp()
+    overlap_r = torch.minimum(q_rV, p_rV).sum(-1)
+    floored_r, kept_r = overlap_r.clamp_min(LEAST_OVERLAP), torch.exp(-LK_DECAY * overlap_r)
+    known = {"tv": 1 - overlap_r, "lk_alpha": -floored_r.log()}
+    if "ce" in mixture:
+        known["ce"] = -log_q_rV.gather(1, label_r1)[:, 0]
+    if "kl" in mixture or "lk_lambda" in mixture:
+        known["kl"] = (p_rV * (log_p_rV - log_q_rV)).sum(-1)
+        known["lk_lambda"] = kept_r * known["kl"] + (1 - kept_r) * known["tv"]
+    losses = [known[name] for name in mixture]
+    if not wanted:
+        return losses, overlap_r, None
+    ce, kl, tv, alpha, lk = (
+        mixture.get(name, 0.0) for name in ("ce", "kl", "tv", "lk_alpha", "lk_lambda")
+    )
+    kl_r1 = (kl + lk * kept_r)[:, None]
+    tv_r1 = (tv + lk * (1 - kept_r) + alpha * (overlap_r > LEAST_OVERLAP) / floored_r)[:, None]
+    below_rV = (q_rV < p_rV).to(q_rV.dtype)
+    share_r1 = (q_rV * below_rV).sum(-1, keepdim=True)
+    slope_rV = q_rV * (ce + kl_r1 + tv_r1 * (share_r1 - below_rV))
+    if kl or lk:
+        slope_rV = slope_rV - kl_r1 * p_rV
+    return losses, overlap_r, _less_at(slope_rV, label_r1, ce) if ce else slope_rV

@@ -314,27 +314,46 @@ def swiglu(x: Tensor, tensors: Mapping[str, Tensor], prefix: str) -> Tensor:
 def run_layer(
     server: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str,
     residual_SH: Tensor, query_SX: Tensor, key_TX: Tensor, sees_ST: Tensor,
+    mlp: Callable[[Tensor, Mapping[str, Tensor], str], Tensor] = swiglu,
 ) -> Tensor:  # fmt: skip
-    """Run attention from what queries read over what keys and values do, and the MLP, on a residual.
+    """Run a layer's attention and its MLP on a residual, see `run_attention`."""
+    eps = eps_of(config)
+    residual_SH = residual_SH + run_attention(
+        server, config, tensors, f"{prefix}.self_attn", query_SX, key_TX, sees_ST
+    )
+    x_SH = rms_norm(residual_SH, tensors[f"{prefix}.post_attention_layernorm.weight"], eps)
+    return residual_SH + mlp(x_SH, tensors, f"{prefix}.mlp")
+
+
+def run_attention(
+    server: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str,
+    query_SX: Tensor, key_TX: Tensor, sees_ST: Tensor,
+) -> Tensor:  # fmt: skip
+    """Run attention from what queries read over what keys and values do; returns [S, H].
 
     Queries stand at the last of the keys' positions. Heads of queries and keys are normed where the
-    layer, whose tensors begin with `prefix`, has norms for them.
+    tensors that begin with `prefix` have norms for them; projections have biases where these have them;
+    attention is gated where a head's query is twice as wide, by its second half.
     """
-    rope, eps, attn = served_rope(config, server), eps_of(config), f"{prefix}.self_attn"
-    _, _, width = head_shape(config)
+    rope, eps = served_rope(config, server), eps_of(config)
+    heads, groups, width = head_shape(config)
     positions_T = torch.arange(len(key_TX), device=key_TX.device)
     query, key, value = (
-        torch.unflatten(x @ tensors[f"{attn}.{part}_proj.weight"].T, -1, (-1, width))
-        for part, x in (("q", query_SX), ("k", key_TX), ("v", key_TX))
-    )
-    if f"{attn}.q_norm.weight" in tensors:
-        query = rms_norm(query, tensors[f"{attn}.q_norm.weight"], eps)
-        key = rms_norm(key, tensors[f"{attn}.k_norm.weight"], eps)
+        torch.unflatten(
+            x @ tensors[f"{prefix}.{part}_proj.weight"].T
+            + tensors.get(f"{prefix}.{part}_proj.bias", 0),
+            -1, (count, -1),
+        )
+        for part, x, count in (("q", query_SX, heads), ("k", key_TX, groups), ("v", key_TX, groups))
+    )  # fmt: skip
+    query, gate = query[..., :width], query[..., width:].flatten(1)
+    if f"{prefix}.q_norm.weight" in tensors:
+        query = rms_norm(query, tensors[f"{prefix}.q_norm.weight"], eps)
+        key = rms_norm(key, tensors[f"{prefix}.k_norm.weight"], eps)
     query = rotate(query, positions_T[-len(query) :], rope)
-    attended = attend(query, rotate(key, positions_T, rope), value, sees_ST)
-    residual_SH = residual_SH + attended @ tensors[f"{attn}.o_proj.weight"].T
-    x_SH = rms_norm(residual_SH, tensors[f"{prefix}.post_attention_layernorm.weight"], eps)
-    return residual_SH + swiglu(x_SH, tensors, f"{prefix}.mlp")
+    attended_SX = attend(query, rotate(key, positions_T, rope), value, sees_ST)
+    attended_SX = attended_SX * gate.sigmoid() if gate.numel() else attended_SX
+    return attended_SX @ tensors[f"{prefix}.o_proj.weight"].T
 
 
 def attend(query_SAD: Tensor, key_TGD: Tensor, value_TGD: Tensor, sees_ST: Tensor) -> Tensor:

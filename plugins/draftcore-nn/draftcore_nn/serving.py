@@ -34,8 +34,18 @@ def write_export(
 ) -> None:
     """Write an export in the layout `serving`; config.json, without which it is none, comes last.
 
-    Raises UsageError for another layout, DraftcoreError for weights that are not finite; then
-    nothing is written.
+    Raises as `exportable` does; then nothing is written.
+    """
+    stored = exportable(layout, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(folder, config)
+
+
+def exportable(layout: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as a file takes them, on the CPU.
+
+    Raises UsageError for another layout than `serving`, DraftcoreError for weights that are not finite.
     """
     if layout != LAYOUT:
         raise UsageError(
@@ -49,8 +59,11 @@ def write_export(
                 f"tensor {name} is not finite: the training run diverged\n"
                 "  export an earlier checkpoint, or train with a lower learning rate"
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return stored
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json whole."""
     partial = folder / ".config.json"
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / "config.json")

@@ -177,6 +177,45 @@ def test_the_host_knows_the_lengths_of_a_batch_wherever_that_lies() -> None:
 # ------------------------------------------------------------ losses
 
 
+MIXTURES = [{"ce": 0.1, "tv": 1.8}, {"kl": 1.0}, {"tv": 0.5}, {"lk_alpha": 2.0}, {"lk_lambda": 1.0}]
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("mixture", MIXTURES, ids="-".join)
+def test_losses_of_two_distributions_in_slices_are_their_formulas(
+    mixture: dict[str, float], rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_RH, last_RH, head_VH, low_RE, up_VE = (
+        torch.randn(n, width, generator=generator, dtype=torch.float64, requires_grad=True)
+        for n, width in ((7, 5), (7, 5), (11, 5), (7, rank or 1), (11, rank or 1))
+    )
+    label_R = torch.randint(11, (7,), generator=generator)
+    weight_R = torch.rand(7, generator=generator, dtype=torch.float64)
+    logits_RV = hidden_RH @ head_VH.T + (low_RE @ up_VE.T if rank else 0)
+    q, p = logits_RV.softmax(-1), (4 * torch.tanh(3 * last_RH @ head_VH.T / 4)).softmax(-1).detach()
+    tv_R, kl_R = (p - q).abs().sum(-1) / 2, (p * (p / q).log()).sum(-1)
+    overlap_R = torch.minimum(p, q).sum(-1)
+    kept_R = torch.exp(-3 * overlap_R).detach()
+    formulas = {
+        "ce": functional.cross_entropy(logits_RV, label_R, reduction="none"), "kl": kl_R, "tv": tv_R,
+        "lk_alpha": -overlap_R.log(), "lk_lambda": kept_R * kl_R + (1 - kept_R) * tv_R,
+    }  # fmt: skip
+    shared = [share * (formulas[name] * weight_R).sum() for name, share in mixture.items()]
+    expected = torch.stack(shared).sum()
+    monkeypatch.setattr(losses, "LOGIT_ELEMENTS", 6 * 11)
+    found = losses.distribution_losses(
+        hidden_RH, head_VH.detach(), last_RH.detach(), label_R, weight_R, mixture, scale=3.0,
+        softcap=4.0, low_rank=(low_RE, up_VE) if rank else None,
+    )  # fmt: skip
+    torch.testing.assert_close(dict(found.losses), {name: formulas[name] for name in mixture})
+    torch.testing.assert_close((found.objective, found.overlap_R), (expected, overlap_R))
+    assert found.best_R.equal(logits_RV.argmax(-1))
+    inputs = [hidden_RH, *([low_RE, up_VE] if rank else [])]
+    gradients = [torch.autograd.grad(2 * value, inputs) for value in (found.objective, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_cross_entropy_in_slices_is_cross_entropy(

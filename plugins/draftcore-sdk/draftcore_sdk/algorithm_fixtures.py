@@ -197,7 +197,11 @@ class ExportSuite:
     stray: ClassVar[Mapping[str, tuple[Edit, tuple[str, ...]]]] = {}
     # By case: the name of a target's RoPE, and the options of a draft that servers read with it.
     served: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = {"default": ("default", {})}
+    # What `tiny_target` is told of the targets of these.
+    hosts: ClassVar[Mapping[str, Any]] = {"num_hidden_layers": 8}
     reader_shares: ClassVar[frozenset[str]] = frozenset({"draftcore_nn.served"})
+    # A matrix of each export, [32, n]: its name in files, and how wide it is.
+    matrix: ClassVar[tuple[str, int]] = ("fc.weight", 96)
     # Options of a draft that a warm start begins from, those that it may set all the same, and must not.
     kept: ClassVar[dict[str, Any]] = {}
     free: ClassVar[dict[str, Any]] = {}
@@ -227,9 +231,11 @@ class ExportSuite:
     def test_damaged_tensors_are_refused_by_name(
         self, algorithm: Tiny, exported: Path, target: TargetSpec
     ) -> None:
+        name, width = self.matrix
+        narrow = put(name, torch.ones(WIDTH, width - WIDTH))
         always: dict[str, tuple[Edit, str]] = {
-            "missing": (drop("fc.weight"), r"missing fc.weight \[32, 96\]"),
-            "width": (put("fc.weight", torch.ones(32, 64)), r"fc.weight is \[32, 64\], not \[32, "),
+            "missing": (drop(name), rf"missing fc.weight \[32, {width}\]"),
+            "width": (narrow, rf"fc.weight is \[32, {width - WIDTH}\], not \[32, "),
         }
         whole = (exported / "model.safetensors").read_bytes()
         for case, (edit, message) in {**always, **self.refused_tensors}.items():
@@ -249,7 +255,7 @@ class ExportSuite:
         again = start(**self.free).build_draft(target, NO_DATA)
         assert again.config == draft.config
         require_same_bits(again.module.state_dict(), draft.module.state_dict())
-        assert start().feature_request(target).layers == tuple(draft.config["layers"])
+        assert start().feature_request(target).layers == tuple(draft.config.get("layers", ()))
         for name, value in self.against.items():
             with pytest.raises(UsageError, match=f"option {name} is"):
                 start(**{name: value}).feature_request(target)
@@ -269,7 +275,8 @@ class ExportSuite:
     ) -> None:
         for case, (rope, options) in self.served.items():
             small = {**algorithm.small, **options}
-            found = served_gaps(self.plugin, small, rope, self.servers, tmp_path / case)
+            shape = {**self.hosts, "rope_parameters": ROPES[rope]}
+            found = served_gaps(self.plugin, small, shape, self.servers, tmp_path / case)
             assert max(found.values()) < 1e-3, f"{case}: {found} nats apart"
 
     def test_servers_read_no_unknown_kind_of_draft(self, algorithm: Tiny, exported: Path) -> None:
@@ -301,15 +308,16 @@ def require_refused(
 
 
 def served_gaps(
-    plugin: str, options: Mapping[str, Any], rope: str, servers: tuple[str, ...], folder: Path
-) -> dict[str, float]:
+    plugin: str, options: Mapping[str, Any], shape: Mapping[str, Any], servers: tuple[str, ...],
+    folder: Path,
+) -> dict[str, float]:  # fmt: skip
     """How far a draft is, as each server reads it, from the drafter's own log-probabilities, in nats.
 
-    The draft has random weights and is for a target with this RoPE; both are written into `folder`.
+    The draft has random weights and is for a target of this shape; both are written into `folder`.
     """
     own = bound(plugin, "algorithm", "", options)
     hooks, checked = own.hook, own.options
-    path = tiny_target(folder / "target", num_hidden_layers=8, rope_parameters=ROPES[rope])
+    path = tiny_target(folder / "target", **shape)
     target = TransformersTarget(str(path), device="cpu")
     draft = hooks.build_draft(target=target, data=NO_DATA, options=checked)
     torch.manual_seed(4)
@@ -321,15 +329,16 @@ def served_gaps(
     tokens_T, last = torch.randint(250, (LENGTH,), generator=generator), 99
     drafter = hooks.drafter(draft=draft, target=target.load_model(), options=checked)
     layers = drafter.request.layers
-    hidden = [torch.randn(LENGTH, host.hidden_size, generator=generator) for _ in layers]
+    *hidden, state_TH = torch.randn(len(layers) + 1, LENGTH, host.hidden_size, generator=generator)
     state = drafter.allocate(1, LENGTH + 4)
     features = {f"hidden.{k}": x[None] for k, x in zip(layers, hidden, strict=True)}
+    features |= {"last_hidden": state_TH[None]}
     drafter.prefill(state, tokens_T[None], torch.tensor([LENGTH]), features, torch.tensor([last]))
     drawn = drafter.propose(state, 1.0, generator)
     assert drawn.probs_BKV is not None
     for server in servers:
         served = hooks.read_export(folder=export, server=server, options=checked)
         assert served.captured(host) == layers, f"{server} captures {served.captured(host)}"
-        at = Round(host, tokens_T, last, tuple(hidden), hidden[-1])
+        at = Round(host, tokens_T, last, tuple(hidden), state_TH)
         found[server] = float(gaps(served, at, drawn.tokens_BK[0], drawn.probs_BKV[0]).max())
     return found

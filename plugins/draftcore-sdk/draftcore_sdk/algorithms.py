@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -84,6 +84,9 @@ PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 class Training(Suite):
     """What an algorithm asks for, builds, computes and learns."""
 
+    # What `tiny_target` is told of the target beside the usual, as for an algorithm of some families.
+    shape: ClassVar[Mapping[str, Any]] = {}
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run tests with the options of the suite, and quick ones with each of the offer's examples."""
         name = metafunc.function.__name__
@@ -102,7 +105,9 @@ class Training(Suite):
     def benches(cls, tmp_path_factory: Any) -> list[Bench]:
         """One with the options of the suite, and one for each example of the offer."""
         loose, found = [cls.loose] if cls.loose else [], list[Bench]()
-        example = Example.of(tmp_path_factory.getbasetemp() / "algorithm-suite")
+        kind = f"-of-{cls.__name__}" if cls.shape else ""
+        folder = tmp_path_factory.getbasetemp() / f"algorithm-suite{kind}"
+        example = Example.of(folder, json.dumps(cls.shape))
         for more in ({}, *offer_of(cls.plugin, "algorithm", cls.name).examples):
             data = {**cls.options, **more}
             own = bound(cls.plugin, "algorithm", cls.name, data)
@@ -350,8 +355,8 @@ class Training(Suite):
     # ------------------------------------------------------------ forward_loss: gradients
 
     def test_gradients_reach_every_trainable_parameter(self, bench: Bench) -> None:
-        """At some step of a run: a schedule may hold a part back for a while."""
-        draft = bench.build()
+        """At some step of a run: a schedule, or weights that begin at 0, may hold a part back."""
+        draft = bench.shaken(0.1)
         for step in (1, STEPS // 2, STEPS):
             bench.loss(draft, bench.batch, step).numerator.backward()  # type: ignore[no-untyped-call]
         trainable = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}

@@ -45,9 +45,11 @@ check_close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-1
 
 
 def cases(own: Path, algorithm: str) -> list[Path]:
-    """Return the recorded cases of an algorithm, `NAME.json`: of DRAFTCORE_GOLDENS, or of `own`."""
+    """Return an algorithm's recorded cases, `NAME*.json` that say so, of DRAFTCORE_GOLDENS or `own`."""
     folder = Path(os.environ.get("DRAFTCORE_GOLDENS", own))
-    return sorted(folder.glob(f"{algorithm}*.json")) or [folder / f"{algorithm}.json"]
+    files = {file: json.loads(file.read_text()) for file in folder.glob(f"{algorithm}*.json")}
+    named = [file for file, data in files.items() if data["algorithm"] == algorithm]
+    return sorted(named) or [folder / f"{algorithm}.json"]
 
 
 class Golden:
@@ -59,9 +61,13 @@ class Golden:
     def __init__(self, file: Path) -> None:
         self.folder, self.data = file.parent, json.loads(file.read_text(encoding="utf-8"))
         self.tensors: dict[str, Tensor] = load_file(file.with_suffix(".safetensors"))
+        bounds = self.data["tolerance"]
+        if isinstance(bounds, Mapping):
+            names = ("loss_rtol", "grad_rtol", "grad_atol_relative_to_norm")
+            self.loss_rtol, self.grad_rtol, self.grad_atol = (bounds[name] for name in names)
+            return
         numbers = re.fullmatch(
-            r".*loss rtol ([\de.-]+), grads rtol ([\de.-]+) / atol ([\de.-]+)",
-            self.data["tolerance"],
+            r".*loss rtol ([\de.-]+), grads rtol ([\de.-]+) / atol ([\de.-]+)", bounds
         )
         assert numbers is not None
         self.loss_rtol, self.grad_rtol, self.grad_atol = map(float, numbers.groups())

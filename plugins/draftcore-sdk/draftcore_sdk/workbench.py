@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,14 +91,18 @@ class Example:
 
     @classmethod
     @functools.cache
-    def of(cls, folder: Path) -> Example:
-        """Make the example of this process in a folder, or return what is made there."""
-        weights = tiny_target(folder / "target", std=0.5, **SHAPE) / "model.safetensors"
+    def of(cls, folder: Path, more: str = "{}") -> Example:
+        """Make the example of this process in a folder, or return what is made there.
+
+        `more` is JSON, which can be a key: what `tiny_target` is told beside the usual shape.
+        """
+        shape = {**SHAPE, **json.loads(more)}
+        weights = tiny_target(folder / "target", std=0.5, **shape) / "model.safetensors"
         tensors, grown = load_file(weights), ("o_proj.weight", "down_proj.weight")
         tensors["lm_head.weight"][:, :UNHEARD] = 0
         for name in [name for name in tensors if name.endswith(grown)]:
             # A layer writes more than all before it: no layer's output stands for another's.
-            tensors[name] *= GROWTH ** int(name.split(".")[2])
+            tensors[name] *= GROWTH ** int(name.partition(".layers.")[2].partition(".")[0])
         save_file(tensors, weights, metadata={"format": "pt"})
         stopper = folder / "draftcore_suite_stop.py"
         stopper.write_text(STOPPER)

@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("label", DRAFTS)
 def test_a_server_serves_a_draft_as_it_was_trained(label: str, trained: Path) -> None:
-    """Outputs are plain decoding's, and the rounds of each prompt are ours, unless a rounding decides."""
+    """Outputs are plain decoding's, and rounds are ours, but for roundings: no known mistake fits better."""
     options = [f"args.{name}={json.dumps(value)}" for name, value in SETTINGS.items()]
     options += [f"python={PYTHON}"] if PYTHON else []
     (found,) = served(
@@ -66,5 +66,6 @@ def test_a_server_serves_a_draft_as_it_was_trained(label: str, trained: Path) ->
     print(lines)
     assert not found.different, lines
     assert len(found.outputs) <= PROMPTS // 50, lines  # in 16 bits and batches of 32
-    assert found.lengths(range(PROMPTS))["engine"] > 1.3
-    assert len(found.ties) <= PROMPTS // 5
+    lengths = found.lengths(range(PROMPTS))
+    assert lengths["engine"] > 1.3
+    assert lengths["engine"] == pytest.approx(lengths["here"], rel=0.02)

@@ -27,7 +27,10 @@ BLOCKS = {"num_layers": 2, "block_size": 5, "layers": [1, 4]}
 OPTIONS: dict[str, dict[str, Any]] = {  # that make drafts small
     "eagle3": {"draft_vocab_size": 120, "ttt_length": 3, "num_drafts": 3},
     "dflash": BLOCKS,
+    "dflash2": {**BLOCKS, "selector_rank": 8, "selector_top_k": 40},
     "domino": {**BLOCKS, "gru_hidden_dim": 20, "emb_dim": 16},
+    "dspark": {**BLOCKS, "markov_rank": 16},
+    "peagle": {"draft_vocab_size": 120, "num_layers": 2, "num_depths": 4},
 }
 WORDS = ["red", "green", "blue", "one", "two", "three", "sky", "sea", "def", "return"]
 

@@ -80,7 +80,7 @@ def test_a_dry_run_says_what_the_plan_does_of_some_rows_as_of_all(big: Path, cli
     assert {path.name for path in big.parent.glob("run/*")} == {"data"}
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino", "dspark"])
 def test_the_memory_of_a_step_is_what_a_real_one_takes(
     write_run: Any, tmp_path: Path, algorithm: str
 ) -> None:

@@ -101,7 +101,7 @@ def a_round(host: Host, layers: tuple[int, ...]) -> Round:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino", "dspark"])
 def test_sglangs_parsers_read_the_same_of_a_config(
     algorithm: str, make_run: Any, sglang: None, host: Host
 ) -> None:
@@ -206,14 +206,16 @@ def causal(attention: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("algorithm", ["dflash", "domino"])
+@pytest.mark.parametrize("algorithm", ["dflash", "domino", "dspark"])
 def test_an_export_fills_every_parameter_of_sglangs_model(
     algorithm: str, make_run: Any, process: None, host: Host
 ) -> None:
     from sglang.srt.models.dflash import DFlashDraftModel
+    from sglang.srt.models.dspark import Qwen3DSparkModel
 
     exported = make_run(algorithm)
-    model, served = loaded(DFlashDraftModel, exported), read(exported)
+    kind = Qwen3DSparkModel if algorithm == "dspark" else DFlashDraftModel
+    model, served = loaded(kind, exported), read(exported)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     at = a_round(host, served.captured(host))
     weight, eps = served.tensors["hidden_norm.weight"], served.config["rms_norm_eps"]
@@ -250,3 +252,24 @@ def test_sglangs_rollout_drafts_what_is_read(
     )  # fmt: skip
     assert torch.equal(rolled_BK[0], proposals(served, at, served.block_size - 1))
     assert float(leads(served, at, rolled_BK[0]).max()) == 0
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_sglangs_markov_head_drafts_what_is_read(
+    kind: str, make_run: Any, process: None, host: Host
+) -> None:
+    from sglang.srt.models.dspark import Qwen3DSparkModel
+
+    exported = make_run("dspark", markov_head_type=kind)
+    model, served = loaded(Qwen3DSparkModel, exported), read(exported)
+    assert (model.gamma, model.sample_from_anchor) == (served.most, True)
+    at = a_round(host, served.captured(host))
+    drafts_K, hidden_KH = proposals(served, at, served.most), served.block_hidden(at)
+    base_KV, state = hidden_KH @ host.head_VH.T, model.markov_head.init_state(hidden_KH[:1])
+    previous, theirs = torch.tensor([at.last]), []
+    for k, h_1H in enumerate(hidden_KH.split(1)):
+        bias_1V, state = model.markov_head.step_bias(previous, hidden_states=h_1H, state=state)
+        theirs.append(base_KV[k] + bias_1V[0])
+        previous = drafts_K[k : k + 1]
+    gap = (torch.stack(theirs) - served.logits(at, drafts_K[:-1])).abs().max()
+    assert float(gap.detach()) < LIMIT

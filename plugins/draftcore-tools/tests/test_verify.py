@@ -38,6 +38,9 @@ BOTH = "sglang vllm"
         ("dflash", {"sliding_window": 6, "is_causal": False}, BOTH),
         ("domino", {}, "sglang"),
         ("domino", {"shift_label": False}, "sglang"),
+        ("dspark", {}, BOTH),
+        ("eagle3", {"num_layers": 3}, BOTH),
+        ("peagle", {}, "vllm"),
     ],
 )
 def test_an_export_agrees_with_its_checkpoint(
@@ -79,6 +82,12 @@ def drop(name: str) -> Edit:
     return lambda _, tensors: tensors.pop(name)
 
 
+def exchange(*names: str) -> Edit:
+    """Give two codebooks of a selector each other's name."""
+    one, other = (f"candidate_selector.{name}_codebook" for name in names)
+    return lambda _, tensors: tensors.update({one: tensors[other], other: tensors[one]})
+
+
 IDS = "eagle_aux_hidden_state_layer_ids"
 OURS, BLOCK = f"eagle_config.{IDS}", "dflash_config.target_layer_ids"
 HIGH, LOW = "the layer ids are one too high", "the layer ids are one too low"
@@ -114,12 +123,18 @@ MUTATIONS: list[tuple[str, str, Edit, str, str]] = [
     ("dflash", BOTH, put("is_causal", True), LOGP, "trained with is_causal: false"),
     ("dflash", BOTH, put("dflash_config.block_size", 4), "block size", "block size " + OTHERWISE(4, 5)),
     ("dflash", BOTH, drop("layers.1.self_attn.k_norm.weight"), LOAD, "is missing"),
+    ("dflash2", BOTH, put("dflash_config.selector_top_k", 3), LOGP, "selector_top_k " + OTHERWISE(3, 40)),
+    ("dflash2", BOTH, exchange("predecessor", "successor"), LOGP, "two codebooks are exchanged"),
+    ("dflash2", BOTH, drop("layers.1.mlp_conv.base_kernel"), LOAD, "base_kernel [2, 2, 48] is missing"),
     ("domino", "sglang", put(BLOCK, [2, 5]), LAYERS, HIGH),
     ("domino", "sglang", drop(GRU), LOAD, f"{GRU} [60, 20] is missing: sglang refuses the draft"),
     ("domino", "sglang", put("dflash_config.shift_label", False), LOGP,
      "shift_label " + OTHERWISE(False, True)),
     ("domino", "sglang", put("dflash_config.projector_type", "causal_v5"), LOAD,
      "sglang knows this head as 'domino' only"),
+    ("peagle", "vllm", put("pard_token", 100), LOGP, "mask token " + OTHERWISE(100, 258)),
+    ("peagle", "vllm", drop("mask_hidden"), LOAD, "mask_hidden [1, 1, 144] is missing"),
+    ("peagle", "vllm", put("parallel_drafting", False), LOAD, "one token after the other"),
 ]  # fmt: skip
 
 

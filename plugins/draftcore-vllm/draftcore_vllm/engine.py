@@ -95,9 +95,10 @@ def arguments(serving: Serving, options: EngineOptions) -> dict[str, Any]:
     if serving.export is None:
         return ours
     folder(serving.export, "the draft")
-    require_ascending(config_of(serving.export), serving.export)
+    require_ascending(config := config_of(serving.export), serving.export)
     method = options.method or served_as(serving.export, "vllm", "method")
-    return ours | drafting(serving.export, method, serving.num_drafts)
+    parallel = bool(config.get("parallel_drafting"))
+    return ours | drafting(serving.export, method, serving.num_drafts, parallel)
 
 
 def room_of(serving: Serving) -> int:

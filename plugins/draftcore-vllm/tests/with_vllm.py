@@ -1,7 +1,7 @@
 """vLLM itself on the CPU, unpatched, in an environment of its own: what it captures, and what it serves.
 
 `nox -s vllm` makes the environment, and names its Python in DRAFTCORE_VLLM_PYTHON. A start takes some
-20 seconds of a processor, so there are as few as the claims allow: six.
+20 seconds of a processor, so there are as few as the claims allow: seven.
 """
 
 from __future__ import annotations
@@ -100,6 +100,13 @@ DRAFTS = {
         "num_drafts": 7,
     },
     "dflash": {"num_layers": 1, "layers": [1, 3, 5], "block_size": 8, "num_anchors": 64},
+    "peagle": {
+        "draft_vocab_size": 2048,
+        "num_layers": 2,
+        "num_depths": 7,
+        "down_sample_ratio": 0.9,
+        "intermediate_size": 384,
+    },
 }
 
 

@@ -81,10 +81,11 @@ def capturing(layers: Iterable[int], folder: Path) -> dict[str, Any]:
     }
 
 
-def drafting(export: Path, method: str, num_drafts: int) -> dict[str, Any]:
-    """Return the arguments with which a server drafts by an export."""
+def drafting(export: Path, method: str, num_drafts: int, parallel: bool) -> dict[str, Any]:
+    """Return the arguments with which a server drafts by an export, `parallel` in one forward."""
     config = {"method": method, "model": str(export), "num_speculative_tokens": num_drafts}
-    return {"speculative_config": config}
+    more = {"parallel_drafting": True} if parallel else {}
+    return {"speculative_config": {**config, **more}}
 
 
 # ---------------------------------------------------------------- layers

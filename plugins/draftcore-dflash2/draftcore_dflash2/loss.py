@@ -1,0 +1,165 @@
+"""The loss of a row's own logits and that of the selector, from one product with the target's head.
+
+Both share the logits u = W h. The weights of all rows are known beforehand, so the forward computes the
+gradients of the whole objective along with it, and the backward only scales. Logits, a teacher's too, and
+rows of the selector's table exist for a slice of rows only (`draftcore_nn.losses`).
+
+Shape letters: R rows, H hidden, E rank, V vocabulary, K candidates; r a slice of rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from draftcore_nn.layers import full_precision
+from draftcore_nn.losses import in_slices, residual
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from draftcore.contracts.algorithm import StepContext
+from draftcore.errors import UsageError
+from draftcore_dflash2.selector import score
+
+if TYPE_CHECKING:
+    from draftcore_dflash2.options import DFlash2Options
+
+
+def selector_weight(options: DFlash2Options, context: StepContext) -> float:
+    """Return alpha at a step: 0 for a share of the run, then up to its weight over as much again.
+
+    Raises UsageError where it rises and the number of steps is not known.
+    """
+    if options.selector_warmup == 0:
+        return options.selector_loss_alpha
+    if context.total_steps < 1:
+        raise UsageError(
+            "dflash2 begins its selector's loss by how far the run is, and its number of steps is "
+            "unknown\n  set train.max_steps, or the option selector_warmup to 0"
+        )
+    done = (context.step - 1) / context.total_steps
+    return options.selector_loss_alpha * min(1.0, max(0.0, done / options.selector_warmup - 1))
+
+
+class Losses(NamedTuple):
+    """`objective` carries the gradient; the rest is by row.
+
+    unary_R: the loss of u; selector_R: that of the selector, 0 where it does not count; label_R: the
+    token to be learned; best_R: the most probable one by u; chosen_R: the selector's choice; among_R: is
+    the label one of the K best by u.
+    """
+
+    objective: Tensor
+    unary_R: Tensor
+    selector_R: Tensor
+    label_R: Tensor
+    best_R: Tensor
+    chosen_R: Tensor
+    among_R: Tensor
+
+
+def selected_cross_entropy(
+    hidden_RH: Tensor, query_RE: Tensor, successor_VE: Tensor, head_VH: Tensor, labels: Tensor,
+    weight_R: Tensor, alpha: Tensor, target_logits: tuple[float, float | None],
+    options: DFlash2Options, top_k: int,
+) -> Losses:  # fmt: skip
+    """Return sum of weight * (unary + alpha * selector), and what it is made of.
+
+    Labels are tokens [R], or the target's last hidden states [R, H] where the target teaches: then the
+    unary loss is KL(p | softmax u), p by the target's logits with their scale and soft cap. Differentiable
+    in `hidden_RH`, `query_RE` and `successor_VE`; arithmetic in fp32 or fp64.
+    """
+    inputs = (hidden_RH, query_RE, successor_VE)
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    replaced, detached = options.missing == "replace", options.stop_gradient
+    fixed = (*target_logits, top_k, replaced, detached, wanted)
+    return Losses(
+        *_Selected.apply(*inputs, head_VH, labels, weight_R, alpha, *fixed)  # type: ignore[no-untyped-call]
+    )
+
+
+class _Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_RH: Tensor, query_RE: Tensor, successor_VE: Tensor, head_VH: Tensor,
+        labels: Tensor, weight_R: Tensor, alpha: Tensor, scale: float, softcap: float | None,
+        top_k: int, replaced: bool, detached: bool, wanted: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
+        successor_grad, by_row, slopes = torch.zeros_like(successor_VE), [], []
+        logits = 2 if labels.ndim > 1 else 1  # the teacher's beside the draft's
+        width = max(logits * len(head_VH), top_k * query_RE.shape[1])
+        with full_precision(hidden_RH.device):
+            for hidden_rH, query_rE, label, weight_r in in_slices(
+                width, hidden_RH, query_RE.to(exact), labels, weight_R
+            ):
+                logits_rV = hidden_rH @ head_VH.T
+                if label.ndim > 1:
+                    teacher_rV = target_log_probs(label, head_VH, scale, softcap)
+                    label_r, unary_r, slope_rV = divergence(logits_rV.to(exact), teacher_rV)
+                else:
+                    label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)
+                best_rK = logits_rV.topk(top_k).indices
+                among_r = (best_rK == label_r[:, None]).any(-1)
+                ids_rK = with_label(best_rK, label_r, among_r) if replaced else best_rK
+                place_rK = ids_rK == label_r[:, None]
+                next_rKE = functional.embedding(ids_rK, successor_VE).to(exact)
+                score_rK = score(logits_rV.gather(1, ids_rK), query_rE, next_rKE)
+                chosen_r = ids_rK.gather(1, score_rK.argmax(-1, keepdim=True))[:, 0]
+                log_rK = score_rK.log_softmax(-1)
+                selector_r = -torch.where(place_rK, log_rK, 0).sum(-1)
+                by_row.append((unary_r, selector_r, label_r, best_rK[:, 0], chosen_r, among_r))
+                if not wanted:
+                    continue
+                counted_r = alpha * weight_r * place_rK.any(-1)
+                pull_rK = (log_rK.exp() - place_rK.to(exact)) * counted_r[:, None]
+                slope_rV = slope_rV.mul_(weight_r[:, None])
+                if not detached:
+                    slope_rV = slope_rV.scatter_add_(1, ids_rK, pull_rK)
+                slopes.append((slope_rV.to(half) @ head_VH, (pull_rK[:, None] @ next_rKE)[:, 0]))
+                pairs_RE = (pull_rK[..., None] * query_rE[:, None]).flatten(0, 1)
+                successor_grad.index_add_(0, ids_rK.flatten(), pairs_RE.to(successor_grad.dtype))
+            unary_R, selector_R, *chosen = map(torch.cat, zip(*by_row, strict=True))
+            objective = ((unary_R + alpha * selector_R) * weight_R).sum()
+        if wanted:
+            ctx.save_for_backward(*map(torch.cat, zip(*slopes, strict=True)), successor_grad)
+        ctx.mark_non_differentiable(unary_R, selector_R, *chosen)
+        return objective, unary_R, selector_R, *chosen
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [(saved * grad).to(saved.dtype) for saved in ctx.saved_tensors]
+        return (*scaled, *(None,) * 10)
+
+
+def target_log_probs(
+    state_rH: Tensor, head_VH: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Return the target's log-probabilities by its last hidden states."""
+    logits_rV = (state_rH @ head_VH.T).to(torch.promote_types(state_rH.dtype, torch.float32))
+    logits_rV = logits_rV * scale
+    if softcap:
+        logits_rV = softcap * torch.tanh(logits_rV / softcap)
+    return logits_rV.log_softmax(-1)
+
+
+def divergence(logits_rV: Tensor, teacher_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the teacher's most probable token, KL(teacher | draft), and its slope in the logits."""
+    log_probs_rV, shares_rV = logits_rV.log_softmax(-1), teacher_rV.exp()
+    loss_r = (shares_rV * (teacher_rV - log_probs_rV)).sum(-1)
+    return teacher_rV.argmax(-1), loss_r, log_probs_rV.exp() - shares_rV
+
+
+def surprise(logits_rV: Tensor, label_r: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy with a token, and its slope in the logits."""
+    log_probs_rV = logits_rV.log_softmax(-1)
+    loss_r = -log_probs_rV.gather(1, label_r[:, None])[:, 0]
+    return loss_r, residual(log_probs_rV, label_r[:, None])
+
+
+def with_label(ids_rK: Tensor, label_r: Tensor, among_r: Tensor) -> Tensor:
+    """Put the label in the last candidate's place where it is not among them."""
+    last_r = torch.where(among_r, ids_rK[:, -1], label_r)
+    return torch.cat([ids_rK[:, :-1], last_r[:, None]], 1)
