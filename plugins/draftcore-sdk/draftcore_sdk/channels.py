@@ -255,9 +255,7 @@ class ChannelSuite(Suite):
         release.set()
         held[0].join(1.0)
         taken = producer.publish(claimed.claim, refs_of(claimed))
-        assert taken, (
-            "`lost` was called for a producer that is connected anew: its claims were lost"
-        )
+        assert taken, "`lost` was called for a producer that is connected anew"
 
     def test_what_is_closed_leaves_nothing_open(self, ends: Ends) -> None:
         """Producers come and go while a run goes on, and tests start many runs."""
@@ -346,11 +344,7 @@ class ChannelSuite(Suite):
 
     def test_a_client_waits_for_its_trainer_and_then_gives_up(self, ends: Ends) -> None:
         """Each of its calls as long as the first."""
-        trainers, looked, about = (
-            [ends.trainer],
-            threading.Event(),
-            {"call": "about", "producer": "x"},
-        )
+        trainers, looked = [ends.trainer], threading.Event()
 
         def find() -> str:
             looked.set()
@@ -361,19 +355,19 @@ class ChannelSuite(Suite):
         assert RemoteQueue(client).about() == {"store": "test:"}
         trainers[0].channel.close()
         began = time.monotonic()
-        asked = aside(client.call, about)
+        asked = aside(client.call, {"call": "about", "producer": "x"})
         what = f"the hook was given patience={PATIENT:g}, seconds, and a call goes on"
         until(asked.done, what)
         with pytest.raises(ChannelAway, match=rf"did not answer for {PATIENT:g} s"):
             come(asked)
         assert time.monotonic() - began > PATIENT
         looked.clear()
-        again = aside(client.call, about)
+        again = aside(RemoteQueue(client).about)
         until(looked.is_set, "the address was not looked for")
         trainers.append(ends.begin())
         until(again.done, "a call had no answer")
         soon = again.exception()
-        assert soon is None, f"patience is of each call, and one was not patient: {soon}"
+        assert soon is None, f"patience is of each call, and the second one's is over: {soon}"
 
     def test_another_secret_is_refused_and_harms_nobody(self, ends: Ends) -> None:
         stranger, producer = ends.join(secret=OTHER), ends.join()
@@ -428,14 +422,10 @@ def cut(files: Iterable[str]) -> int:
     """End the connections among open files, as a network may; return how many there are."""
     count = 0
     for file in files:
-        with suppress(OSError):
-            connection = socket.socket(fileno=int(file))
-            try:
-                connection.getpeername()  # raises for what listens
-                connection.shutdown(socket.SHUT_RDWR)
-                count += 1
-            finally:
-                connection.detach()
+        with suppress(OSError), socket.socket(fileno=os.dup(int(file))) as connection:
+            connection.getpeername()  # raises for what listens
+            connection.shutdown(socket.SHUT_RDWR)
+            count += 1
     return count
 
 

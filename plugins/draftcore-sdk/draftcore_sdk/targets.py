@@ -458,10 +458,8 @@ class TargetSuite(Suite):
         everything = FeatureRequest((), False, "float32", half.vocab_size)
         for features in read(model, everything):  # many logits are equal in bf16
             logits_TV, ids_TV = features["topk_logits"], features["topk_ids"]
-            equal_TV, rise_TV = (
-                logits_TV[:, 1:] == logits_TV[:, :-1],
-                ids_TV[:, 1:] > ids_TV[:, :-1],
-            )
+            equal_TV = logits_TV[:, 1:] == logits_TV[:, :-1]
+            rise_TV = ids_TV[:, 1:] > ids_TV[:, :-1]
             ordered = bool(rise_TV[equal_TV].all())
             assert ordered, "of equal logits that of the lower id does not come first"
 
