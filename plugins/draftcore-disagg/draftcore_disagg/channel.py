@@ -69,7 +69,7 @@ class Service(Protocol):
         """Answer a request, which names its `producer`; waits as long as the request says."""
 
     def lost(self, producer: str) -> None:
-        """Hear that a producer's connection ended: what it had claimed is handed out again."""
+        """Hear that a producer's last connection ended: what it had claimed is handed out again."""
 
 
 class Client(Protocol):
@@ -86,7 +86,7 @@ class Client(Protocol):
 
 
 class Channel(Protocol):
-    """Carries requests to the queue and replies back."""
+    """Carries requests to the queue and replies back: those of 64 rows of 32k tokens take 12 MB."""
 
     def serve(self, service: Service) -> str:
         """Answer requests from now on, in threads of its own; returns the address for `connect`."""

@@ -6,6 +6,7 @@ and the fixture `channel_uri` where a channel needs more than a folder.
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -149,7 +150,8 @@ class ChannelSuite(Suite):
                 came, sent = getattr(one, field), getattr(right, field)
                 assert came == sent, f"{field} of task {right.position} came as {str(came)[:200]}"
         assert [one.position for one in loader.claim(4, 0)[0]] == [22, 23]
-        refs = refs_of(found[7], provenance="p" * 25 * tokens)
+        # As long as a batch of 64 rows of 32k tokens, and more than many servers take by default.
+        refs = refs_of(found[7], provenance="p" * 400 * tokens)
         assert loader.receive(7, 0) is None
         assert producer.publish(found[7].claim, refs), "its claim was lost on the way"
         assert ends.trainer.queue.receive(7, 0) == loader.receive(7, 0) == refs
@@ -216,15 +218,44 @@ class ChannelSuite(Suite):
         assert other.claim(1, 0)[0] == []
 
     def test_a_client_that_closes_returns_its_claims(self, ends: Ends) -> None:
-        """Its own, and no other's."""
+        """Its own, and no other's; also one that is handed out to it when it is gone."""
         producer, stays, other = (ends.join() for _ in range(3))
         ends.trainer.offer([task(0), task(1)])
         assert producer.claim(1, 0)[0]
         ((kept,), _) = stays.claim(1, 0)
         assert other.claim(1, 0)[0] == []
+        waits, _ = ends.waiting()  # first in the line for what the other returns
+        waits.client.close()
         producer.client.close()
-        until(lambda: other.claim(1, 1)[0])
+        until(lambda: other.claim(1, 1)[0], "what a client had, or was sent when gone, stays its")
         assert stays.publish(kept.claim, refs_of(kept)), "another's claims were lost as well"
+
+    def test_a_connection_that_breaks_is_not_its_producers_end(
+        self, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The trainer hears of the old one's end when its producer is at work by the new one."""
+        trainer, producer = ends.trainer, ends.join()
+        answer, held, release = trainer.service.answer, list[threading.Thread](), threading.Event()
+
+        def late(request: Json) -> Json:
+            if request["call"] == "heartbeat" and not held:
+                held.append(threading.current_thread())
+                release.wait(PATIENT)  # one that answers a producer's calls in turn goes on then
+            return answer(request)
+
+        monkeypatch.setattr(trainer.service, "answer", late)
+        before = set(os.listdir("/dev/fd"))
+        beat = aside(producer.heartbeat)
+        until(lambda: held, "a heartbeat is not heard")
+        if not cut(set(os.listdir("/dev/fd")) - before):
+            release.set()  # it has no connections that could break
+        come(beat)
+        trainer.offer([task(0)])
+        ((claimed,), _) = producer.claim(1, 0)
+        release.set()
+        held[0].join(1.0)
+        taken = producer.publish(claimed.claim, refs_of(claimed))
+        assert taken, "`lost` was called for a producer that is connected anew"
 
     def test_what_is_closed_leaves_nothing_open(self, ends: Ends) -> None:
         """Producers come and go while a run goes on, and tests start many runs."""
@@ -312,11 +343,17 @@ class ChannelSuite(Suite):
         assert trainers[1].queue.receive(0, 0) == refs_of(task(0))
 
     def test_a_client_waits_for_its_trainer_and_then_gives_up(self, ends: Ends) -> None:
-        trainer = ends.trainer
-        client = ends.channel(patience=PATIENT).connect(lambda: trainer.address)
+        """Each of its calls as long as the first."""
+        trainers, looked = [ends.trainer], threading.Event()
+
+        def find() -> str:
+            looked.set()
+            return trainers[-1].address
+
+        client = ends.channel(patience=PATIENT).connect(find)
         ends.stack.callback(client.close)
         assert RemoteQueue(client).about() == {"store": "test:"}
-        trainer.channel.close()
+        trainers[0].channel.close()
         began = time.monotonic()
         asked = aside(client.call, {"call": "about", "producer": "x"})
         what = f"the hook was given patience={PATIENT:g}, seconds, and a call goes on"
@@ -324,6 +361,13 @@ class ChannelSuite(Suite):
         with pytest.raises(ChannelAway, match=rf"did not answer for {PATIENT:g} s"):
             come(asked)
         assert time.monotonic() - began > PATIENT
+        looked.clear()
+        again = aside(RemoteQueue(client).about)
+        until(looked.is_set, "the address was not looked for")
+        trainers.append(ends.begin())
+        until(again.done, "a call had no answer")
+        soon = again.exception()
+        assert soon is None, f"patience is of each call, and the second one's is over: {soon}"
 
     def test_another_secret_is_refused_and_harms_nobody(self, ends: Ends) -> None:
         stranger, producer = ends.join(secret=OTHER), ends.join()
@@ -372,6 +416,17 @@ def come(call: Future[Any]) -> Any:
     """Wait for what a call returns or raises."""
     until(call.done, "a call had no answer")
     return call.result()
+
+
+def cut(files: Iterable[str]) -> int:
+    """End the connections among open files, as a network may; return how many there are."""
+    count = 0
+    for file in files:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(file))) as connection:
+            connection.getpeername()  # raises for what listens
+            connection.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
 
 
 def task(position: int, rows: int = 1, tokens: int = 5) -> Task:

@@ -26,7 +26,7 @@ from draftcore_sdk.suite import Suite
 
 ROWS, WIDTH = 16, 256
 LARGE, SMALL = ShapeKey(ROWS, 2, "x"), ShapeKey(ROWS // 2, 2, "x")
-REPLAYS = 1000
+REPLAYS = 500
 
 
 class OnPurposeError(torch.OutOfMemoryError, LookupError):
@@ -44,6 +44,9 @@ class Work:
         self.module.to(device)
         self.input_BH = torch.zeros(ROWS, WIDTH, device=device)
         self.steps_B = torch.zeros(ROWS, dtype=torch.long, device=device)
+        self.rows_B = torch.arange(ROWS, device=device)
+        # Of one element, as the buffers of a batch of one row are.
+        self.scale, self.shift_1 = torch.ones((), device=device), torch.zeros(1, device=device)
         self.calls = 0
         self.vary(0)
 
@@ -51,16 +54,20 @@ class Work:
         """Put other numbers into the static buffers."""
         generator = torch.Generator().manual_seed(seed)
         self.input_BH.copy_(torch.randn(ROWS, WIDTH, generator=generator))
+        self.scale.fill_(1 + seed / 8)
+        self.shift_1.fill_(seed / 16)
 
     def of(self, key: ShapeKey) -> Callable[[], Outputs]:
         input_BH, steps_B = self.input_BH[: key.rows], self.steps_B[: key.rows]
 
         def work() -> Outputs:
             self.calls += 1
-            hidden_BH = self.module(input_BH).relu()
+            left_BH, right_BH = self.module(input_BH).chunk(2, -1)
+            turned_BH = torch.cat([-right_BH, left_BH], -1)  # as rotary positions do
+            hidden_BH = (turned_BH * self.scale + self.shift_1).relu()
             steps_B.view(-1).add_(1)  # through a view that is made here
             best_B = hidden_BH.argmax(-1)
-            pair = best_B, [hidden_BH.double().sum(-1)]
+            pair = best_B, [hidden_BH.double().sum(-1), hidden_BH[self.rows_B[: key.rows], best_B]]
             buffers = {"read": input_BH, "written": steps_B}
             return {"hidden": hidden_BH, "pair": pair, "no": None, **buffers}
 
@@ -150,9 +157,11 @@ class GraphBackendSuite(Suite):
         require_same(bench.replay(), (other * 2, [other + 1]))
 
     def test_every_key_has_a_graph_of_its_own(self, bench: Bench) -> None:
-        """Of as many rows, or of the same area, too; and of more than forty none is dropped."""
+        """Of as many rows, or of the same area or digits, too; and of more than forty none is dropped."""
         keys = [ShapeKey(ROWS, length, variant) for length in range(1, 22) for variant in "xy"]
-        keys.append(ShapeKey(2, ROWS, "x"))
+        keys += [ShapeKey(2, ROWS, "x"), ShapeKey(1, 64, "x"), ShapeKey(6, 41, "x")]
+        keys += [ShapeKey(6, 4, "x1"), ShapeKey(ROWS, 1, "1x"), ShapeKey(ROWS, 1, "X")]
+        keys += [ShapeKey(ROWS, 1, f"{'hidden.1,' * 30}{last}") for last in "23"]
         bench.capture({k: partial(bench.work.input_BH.mul, at) for at, k in enumerate(keys)})
         bench.work.vary(4)
         for at, key in enumerate(keys):
@@ -194,6 +203,9 @@ class GraphBackendSuite(Suite):
             assert torch.is_grad_enabled(), "the caller's gradients are off from here on"
         assert not bench.can_run(failing), "its capture failed, and it can run"
         assert gc.isenabled(), "the garbage collector is still off"
+        for session in (bench.backend.capture_session, bench.backend.replay_session):
+            with pytest.raises(OnPurposeError), session():
+                raise OnPurposeError("on purpose")
         bench.require_replays()
         bench.capture({failing: fail})
         bench.work.vary(5)
@@ -228,25 +240,36 @@ class GraphBackendSuite(Suite):
             bench.require_replays()
 
     def test_a_break_runs_on_what_is_there_at_replay(self, bench: Bench) -> None:
+        """Of several breaks that give several outputs. What fails there is heard of."""
         self.require("breaks")
         seen: list[float] = []
 
-        def outside(x_BH: Tensor) -> Tensor:
+        def outside(x_BH: Tensor, pair: list[Tensor]) -> Outputs:
             seen.append(float(x_BH.sum()))  # waits for the device, as no graph could
-            return x_BH * 3
+            if len(seen) == failing:
+                raise OnPurposeError("on purpose")
+            return {"thrice": x_BH * 3, "rest": (pair[0] - pair[1], None)}
 
         def broken() -> Tensor:
-            inside_BH = bench.work.module(bench.work.input_BH)
-            return run_eager(outside, inside_BH) + 1  # type: ignore[no-any-return]
+            hidden_BH = bench.work.input_BH
+            for _ in range(2):
+                inside_BH = bench.work.module(hidden_BH)
+                found = run_eager(outside, inside_BH, [inside_BH, bench.work.input_BH])
+                hidden_BH = found["thrice"] + found["rest"][0]
+            return hidden_BH
 
+        failing = -1
         bench.capture({LARGE: broken})
         for seed in (1, 2):
             bench.work.vary(seed)
             calls = len(seen)
             found = bench.replay().clone()
-            assert len(seen) == calls + 1
+            assert len(seen) == calls + 2
             require_same(found, broken())
-            assert seen[-1] == seen[-2]
+            assert seen[-4:-2] == seen[-2:]
+        failing = len(seen) + 2
+        with pytest.raises(OnPurposeError):
+            bench.replay()
 
     def test_what_is_forked_off_and_joined_is_part_of_the_replay(self, bench: Bench) -> None:
         """On a second stream where the device has such; elsewhere the one follows the other."""

@@ -132,13 +132,19 @@ else:
     def test_ranks_and_producers_have_the_environment_of_who_runs_them(
         self, trial: Trial, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """And a place for what they say, which holds more than a pipe that nobody reads."""
         monkeypatch.setenv("OF_THIS_TRIAL", "set")
         program = """
 note(role, os.environ.get("OF_THIS_TRIAL", "not set"))
-until(lambda: count("producer"))
+for stream in (sys.stdout, sys.stderr):
+    print(" " * 2**17, file=stream, flush=True)
+note("said")
+until(lambda: count("said") == 2)
 """
-        assert trial.run(program, producers=1) == 0
+        code = trial.run(program, producers=1)
         assert (trial.left("trainer"), trial.left("producer")) == (["set"], ["set"])
+        assert len(trial.left("said")) == 2, "who says more than a pipe holds waits for a reader"
+        assert code == 0
 
     def test_ranks_of_which_one_is_killed_or_lost_another_start_again_all_together(
         self, trial: Trial
@@ -160,16 +166,21 @@ if start < 3:
         assert len(trial.left("rank")) == 1
 
     def test_a_producer_that_dies_is_started_again_alone(self, trial: Trial) -> None:
+        """Each as often as `restarts` says, however often another was."""
         program = """
 note(role)
 if role == "trainer":
-    until(lambda: count("producer") == 3)
-elif count("producer") == 1:
+    until(lambda: count("producer") == 6)
+    sys.exit()
+start = (count("producer") + 1) // 2
+note("known")
+until(lambda: count("known") >= 2 * start)  # by both, before one of them dies
+if start == 1:
     die()
-elif count("producer") == 2:
+if start == 2:
     sys.exit(5)
 """
-        assert trial.run(program, producers=1) == 0
+        assert trial.run(program, producers=2, restarts=2) == 0
         assert len(trial.left("trainer")) == 1
 
     def test_what_dies_again_and_again_ends_the_run(self, trial: Trial) -> None:

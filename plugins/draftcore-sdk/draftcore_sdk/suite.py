@@ -148,6 +148,18 @@ def path_of(uri: str) -> Path | None:
     return path if path.is_absolute() and not text.startswith("//") else None
 
 
+def hash_as_elsewhere(plugin: str, patch: pytest.MonkeyPatch) -> None:
+    """Let a plugin's modules hash texts as another process does; numbers are the same in all."""
+
+    def elsewhere(value: object) -> int:
+        return hash((value, "elsewhere") if {"'", '"'} & {*repr(value)} else value)
+
+    package = plugin.split()[0].partition(":")[0].partition(".")[0]
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] == package:
+            patch.setattr(module, "hash", elsewhere, raising=False)
+
+
 def child_environment() -> dict[str, str]:
     """Let a child import what this process can, such as a plugin next to the tests, on one thread."""
     return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)}

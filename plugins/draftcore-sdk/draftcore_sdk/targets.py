@@ -24,7 +24,7 @@ from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.check import variants
 from draftcore_sdk.memory import of_the_process
-from draftcore_sdk.suite import Suite, offer_of, opened
+from draftcore_sdk.suite import Suite, hash_as_elsewhere, offer_of, opened
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -252,13 +252,19 @@ class TargetSuite(Suite):
         json.dumps(dict(spec.settings))  # they are part of what features are known by
         spec.require_layers(FeatureRequest((0, spec.num_layers - 1), True, "float32"))
 
-    def test_its_fingerprint_is_that_of_its_weights(self, tmp_path: Path) -> None:
+    def test_its_fingerprint_is_that_of_its_weights(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         targets = [self.target_options(tmp_path / f"{n}", seed) for n, seed in enumerate((0, 0, 1))]
         if {**targets[0], **self.options} == {**targets[2], **self.options}:
             pytest.skip("one target alone was named")
         first, same, other = (self.opened_with(options).fingerprint() for options in targets)
         assert first == same, "the same weights at another place have another fingerprint"
         assert first == self.opened_with(targets[0]).fingerprint() != other
+        with monkeypatch.context() as patch:
+            hash_as_elsewhere(self.plugin, patch)
+            same = self.opened_with(targets[1]).fingerprint()
+        assert first == same, "it is made by `hash`, which is another in each process: use hashlib"
         for rank in (2, 1):  # a matrix and a norm of a layer, as little as a weight can change
             if name := change_weight(tmp_path / "1", self.weights, rank):
                 changed = self.opened_with(targets[1]).fingerprint()
@@ -317,6 +323,8 @@ class TargetSuite(Suite):
         model.check()
         require_own_logits(target, model)
         if type(self).target_options is TargetSuite.target_options:
+            if not self.options:
+                require_as_transformers(target, model)
             options = self.target_options(tmp_path / "capped", 0)
             edit(tmp_path / "capped/config.json", final_logit_softcapping=3.0, logit_scale=0.5)
             with suppress(UsageError):  # refused is as right
@@ -374,9 +382,12 @@ class TargetSuite(Suite):
             FeatureRequest((0,), False, "float32"),
         )
         for length in (100, LONG):
-            row = [at % (target.vocab_size // 2) for at in range(min(length, longest))]
+            row = counted(target, min(length, longest))
             other = [*row[:-60], *row[-60:-30][::-1], *row[-30:]]
-            one, two = (x["hidden.0"][-30:] for x in read(model, request, [row, other]))
+            *found, short = (x["hidden.0"] for x in read(model, request, [row, other, ROWS[0]]))
+            told = f"a row's features are others where one of {len(row)} tokens is beside it"
+            require_near(short, read(model, request, [ROWS[0]])[0]["hidden.0"], told=told)
+            one, two = (x[-30:] for x in found)
             if float((one - two).abs().max()) < 100 * ROUNDING * float(one.abs().max()):
                 assert length == 100, (
                     f"{len(row)} tokens are read as if the last 60 had one position"
@@ -444,11 +455,19 @@ class TargetSuite(Suite):
             gap, right = model.top2_gap(row), full.load_model().top2_gap(row)
             told = f"the gap {gap:.4f} of bf16 weights is {right:.4f}: compute it in a wider type"
             assert gap == pytest.approx(right, abs=1e-3), told
+        everything = FeatureRequest((), False, "float32", half.vocab_size)
+        for features in read(model, everything):  # many logits are equal in bf16
+            logits_TV, ids_TV = features["topk_logits"], features["topk_ids"]
+            equal_TV = logits_TV[:, 1:] == logits_TV[:, :-1]
+            rise_TV = ids_TV[:, 1:] > ids_TV[:, :-1]
+            ordered = bool(rise_TV[equal_TV].all())
+            assert ordered, "of equal logits that of the lower id does not come first"
 
     def test_a_cached_forward_gives_what_a_whole_one_does(self, model: TargetModel) -> None:
-        """From other places in each row."""
-        decoding = Decoding(model, [row[:-3] for row in rows_of(model)])
-        decoding.require([row[-3:] for row in rows_of(model)])
+        """From other places in each row, and as far as rows go."""
+        far = counted(model.spec, min(LONG, model.spec.text_config.max_position_embeddings - NEW))
+        for rows in (rows_of(model), [far]):
+            Decoding(model, [row[:-3] for row in rows]).require([row[-3:] for row in rows])
 
     def test_tokens_that_are_taken_back_leave_no_trace(self, model: TargetModel) -> None:
         decoding = Decoding(model, [row[:-3] for row in rows_of(model)])
@@ -461,17 +480,17 @@ class TargetSuite(Suite):
         decoding.require([row[-1:] for row in rows_of(model)])
 
     def test_a_token_of_a_tree_sees_those_before_it_alone(self, model: TargetModel) -> None:
-        """Of a root with two that follow it, and one that follows the first of these."""
+        """Of a root with two that follow it, and one that follows either of these, by the row."""
         decoding = Decoding(model, [row[:-1] for row in rows_of(model)])
-        paths = ([0], [0, 1], [0, 2], [0, 1, 3])
-        seen_TT = torch.tensor([[at in path for at in range(4)] for path in paths])
         tree = [[row[-1], 21, 22, 23] for row in rows_of(model)]
+        paths = [([0], [0, 1], [0, 2], [0, 1 + row % 2, 3]) for row in range(len(tree))]
+        seen = [[[at in path for at in range(4)] for path in own] for own in paths]
         try:
-            found = decoding.read(tree, seen_TT.expand(len(rows_of(model)), -1, -1).contiguous())
+            found = decoding.read(tree, torch.tensor(seen))
         except UsageError as error:
             pytest.skip(str(error))
         for number, nodes in enumerate(tree):
-            for node, path in enumerate(paths):
+            for node, path in enumerate(paths[number]):
                 row = [*rows_of(model)[number][:-1], *(nodes[at] for at in path)]
                 (alone,) = read(model, decoding.whole, [row])
                 require_near(found["last_hidden"][number, node], alone["last_hidden"][-1])
@@ -513,6 +532,27 @@ def fails(told: str) -> Callable[..., Any]:
         pytest.fail(told)
 
     return call
+
+
+def counted(target: TargetSpec, length: int) -> list[int]:
+    """Return a row of so many tokens, none of which is an end."""
+    return [at % (target.vocab_size // 2) for at in range(length)]
+
+
+def require_as_transformers(target: TargetSpec, model: TargetModel) -> None:
+    """Require of the suite's own folder, which transformers wrote, what transformers makes of it."""
+    import transformers
+
+    right = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype)
+    request = FeatureRequest(tuple(range(target.num_layers - 1)), True, "float32")
+    for row, features in zip(rows_of(model), read(model, request), strict=True):
+        with torch.inference_mode():
+            found = right(torch.tensor([row]), output_hidden_states=True)
+        for layer in request.layers:
+            told = f"hidden.{layer} is not layer {layer}'s output, as transformers computes it"
+            require_near(features[f"hidden.{layer}"], found.hidden_states[layer + 1][0], told=told)
+        told = "its logits are not those that transformers computes from the same files"
+        require_near(model.logits(features["last_hidden"]), found.logits[0], told=told)
 
 
 def require_own_logits(target: TargetSpec, model: TargetModel) -> None:

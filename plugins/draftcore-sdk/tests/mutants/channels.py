@@ -143,6 +143,14 @@ class Service(Service):
     def lost(self, producer):
         for one in self.seen:
             super().lost(one)
+== ends_with_an_old_connection: test_a_connection_that_breaks_is_not_its_producers_end: connected anew
+HEARD = threading.local()
+Service.answer(request):
+    HEARD.producer = request["producer"]
+    return super().answer(request)
+Channel._serve_one(sock, service):
+    super()._serve_one(sock, service)
+    service.lost(HEARD.producer)
 == leaves_its_threads: test_what_is_closed_leaves_nothing_open
 Channel.serve(service):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
