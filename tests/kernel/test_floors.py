@@ -55,6 +55,7 @@ ELSEWHERE = {
         3,
         "a descriptor, a file to lock, a mark without content",
     ),
+    "draftcore-mtp/draftcore_mtp/serving.py": (2, "a folder just made"),
     "draftcore-nn/draftcore_nn/serving.py": (2, "a folder just made"),
     "draftcore-ray/draftcore_ray/launcher.py": (1, "a mark without content"),
     "draftcore-sharedfs/draftcore_sharedfs/channel.py": (2, "a random name; by `open` there"),
@@ -71,7 +72,7 @@ NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 CORE_LINES, KERNEL_LINES = 4300, 1750  # may fall, never rise
 # Raw lines. That of tests rises with a new dist or verb, by its code lines at most; that of the kit, which
 # authors run, with wrong plugins that it catches for the first time.
-TEST_LINES, KIT_LINES = 32750, 9400
+TEST_LINES, KIT_LINES = 35000, 10050
 
 
 @cache

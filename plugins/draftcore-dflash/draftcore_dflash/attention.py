@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from draftcore_nn import attention as fused
 from draftcore_nn import masks
-from draftcore_nn.layers import full_precision
+from draftcore_nn.layers import cast, full_precision
 from draftcore_nn.masks import TILE
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -161,7 +161,7 @@ class _JointAttention(torch.autograd.Function):
             own_MASD = (scores_MASS - joint_MAS[..., None]).exp() @ value_MASD
             share_MSA1 = (context_MAS - joint_MAS).exp().transpose(1, 2)[..., None]
             joined = _take(output, query, slot_M) * share_MSA1 + own_MASD.transpose(1, 2)
-            joined = joined.to(query.dtype)
+            joined = cast(joined, query.dtype)
         ctx.causal = causal
         ctx.save_for_backward(
             query, key, value, context_key, context_value, bias, slot_M, joined, joint_MAS, *saved

@@ -48,7 +48,9 @@ def convolve(x_SH: Tensor, base_JH: Tensor, change_SJN: Tensor) -> Tensor:
 
     Arithmetic is in fp32 (fp64 for fp64 inputs). Nothing as large as x is kept for the backward but x.
     """
-    return _Convolved.apply(x_SH, base_JH, change_SJN)  # type: ignore[no-any-return, no-untyped-call]
+    # What it returns is made by the last operation: torch 2.11 would compile a view without gradient.
+    convolved_SNC = _Convolved.apply(x_SH, base_JH, change_SJN)  # type: ignore[no-untyped-call]
+    return convolved_SNC.flatten(-2).to(x_SH.dtype)  # type: ignore[no-any-return]
 
 
 class _Convolved(torch.autograd.Function):
@@ -57,14 +59,13 @@ class _Convolved(torch.autograd.Function):
         ctx.save_for_backward(x_SH, base_JH, change_SJN)
         x_SNC, taps = _grouped(x_SH, change_SJN), _taps(base_JH, change_SJN)
         terms = [tap_SNC * _shifted(x_SNC, j) for j, tap_SNC in enumerate(taps)]
-        return sum(terms[1:], terms[0]).flatten(-2).to(x_SH.dtype)
+        return sum(terms[1:], terms[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_SNC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_SH, base_JH, change_SJN = ctx.saved_tensors
-        x_SNC, grad_SNC = (_grouped(tensor, change_SJN) for tensor in (x_SH, grad_SH))
-        taps = _taps(base_JH, change_SJN)
+        x_SNC, taps = _grouped(x_SH, change_SJN), _taps(base_JH, change_SJN)
         back = [_shifted(grad_SNC * tap_SNC, -j) for j, tap_SNC in enumerate(taps)]
         pulls = [grad_SNC * _shifted(x_SNC, j) for j in range(len(taps))]
         base_grad = torch.stack([pull.flatten(0, -3).sum(0).flatten() for pull in pulls])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from draftcore_nn import attention as fused
-from draftcore_nn.layers import full_precision
+from draftcore_nn.layers import cast, full_precision
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -82,7 +82,7 @@ class _JointAttention(torch.autograd.Function):
             part_NGRX = _grouped(log_parts[..., 1:].exp(), extra_key)
             extra_NGRD = fused.few(part_NGRX, extra_value.to(part_NGRX.dtype))
             output_NAD = output_NAD * log_parts[..., :1].exp() + extra_NGRD.flatten(1, 2)
-            output_NAD = output_NAD.to(query_NAD.dtype)
+            output_NAD = cast(output_NAD, query_NAD.dtype)
         ctx.save_for_backward(query_NAD, key, value, *rest, output_NAD, joint_NA, *saved)
         return output_NAD
 

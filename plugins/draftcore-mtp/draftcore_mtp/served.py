@@ -28,6 +28,8 @@ from draftcore_nn.served import Host, Round, ServedDraft, Suspect, UnservableErr
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftcore.files import regular
+
 SERVERS = ("sglang", "vllm")
 QWEN, GLM, MIMO = "mtp.", "model.layers.{}.", "model.mtp_layers.0."
 KINDS = {
@@ -125,7 +127,7 @@ class ServedMtp:
 def read(folder: Path, server: str) -> ServedDraft:
     """Read an export; raises UsageError for an unknown server, UnservableError for what it would refuse."""
     shared.require_server(server, SERVERS)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(regular(folder / "config.json").read_text(encoding="utf-8"))
     found = config.get("architectures") or []
     known = [name for name in KINDS if server == "sglang" or name not in UNKNOWN_TO_VLLM]
     kind = next((KINDS[name] for name in found if name in known), None)
@@ -138,7 +140,7 @@ def read(folder: Path, server: str) -> ServedDraft:
     prefix, tensors = kind.format(text["num_hidden_layers"]), dict[str, Tensor]()
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt") as stored:
+            with safe_open(regular(Path(file)), framework="pt") as stored:
                 names = [name for name in {*stored.keys()} if name.startswith(prefix)]
                 tensors |= {n.removeprefix(prefix): stored.get_tensor(n).float() for n in names}
         except SafetensorError as error:

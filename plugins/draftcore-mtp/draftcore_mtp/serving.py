@@ -24,7 +24,7 @@ from torch import Tensor
 from draftcore.contracts.algorithm import Draft, TrainingDefaults
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore.files import EXPORT
+from draftcore.files import EXPORT, regular
 from draftcore_mtp import stored
 from draftcore_mtp.config import MtpConfig, from_target
 from draftcore_mtp.model import MtpDraft
@@ -111,7 +111,7 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in {*module.files.values()}:
         if file in changed:
-            whole = {**load_file(file), **changed[file]}
+            whole = {**load_file(regular(Path(file))), **changed[file]}
             save_file(whole, folder / Path(file).name, metadata={"format": "pt"})
         else:
             link_or_copy(Path(file).resolve(), folder / Path(file).name)
@@ -123,7 +123,7 @@ def export(draft: Draft, folder: Path, layout: str) -> None:
     if new := [name for name in tensors if name not in module.files]:
         config.get("text_config", config)[module.config.kind.count] = 1
         if (index := folder / INDEX).exists():
-            data = json.loads(index.read_text(encoding="utf-8"))
+            data = json.loads(regular(index).read_text(encoding="utf-8"))
             data["weight_map"] |= dict.fromkeys(new, Path(last).name)
             data["metadata"]["total_size"] += sum(tensors[name].nbytes for name in new)
             index.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from draftcore.errors import UsageError
+from draftcore.files import regular
 from draftcore_mtp.config import MtpConfig
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -38,7 +39,7 @@ def read(files: Mapping[str, str], config: MtpConfig, folder: Path) -> dict[str,
         )
     found = dict[str, Tensor]()
     for file in sorted({files[name] for name in held}):
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(regular(Path(file)), framework="pt") as tensors:
             for name in (name for name in held if files[name] == file):
                 found[config.ours(name.removeprefix(config.prefix))] = tensors.get_tensor(name)
     for name, tensor in found.items():

@@ -25,6 +25,14 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False)
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype, itself where it has it, as the result of an autograd function has to be.
+
+    Where `Tensor.to` has nothing to do, torch 2.11 compiles such a function without its gradient.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of matrix products with a weight here and now: autocast's, or its own."""
     if torch.is_autocast_enabled(weight.device.type):
