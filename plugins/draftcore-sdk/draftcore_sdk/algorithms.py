@@ -623,8 +623,8 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
             assert again.frozen == draft.frozen, f"{set(again.frozen)} are frozen when read back"
             ours, theirs = bench.loss(again, batch), bench.loss(draft, batch)
             require_same_output(ours, theirs, "read back and before, it has")
-            theirs = Told(bench.drafter(again), bench.texts, LENGTHS).drafts()
-            theirs.require(drafts, "an export that was read back drafts otherwise")
+            read_back = Told(bench.drafter(again), bench.texts, LENGTHS).drafts()
+            read_back.require(drafts, "an export that was read back drafts otherwise")
             assert again.config == draft.config, f"its config is {again.config} when read back"
             for name, parameter in draft.module.named_parameters():
                 can = again.module.get_parameter(name).requires_grad

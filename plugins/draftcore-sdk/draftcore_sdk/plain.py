@@ -186,7 +186,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTH: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
     ) -> Tensor:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
+        projections: Any = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (p(x_BTH).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
         q, k = (self.turned(x, positions_BT) for x in (self.q_norm(q), self.k_norm(k)))
         if cache is not None:
