@@ -6,6 +6,7 @@ tried in a fork of this process, which has imported much that is not ours.
 
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from importlib import import_module
@@ -20,11 +21,16 @@ def try_alone(folder: Path) -> None:
     """Raise what a dist's modules raise; exit with 0 if all of its offers bind."""
     sys.path.insert(0, str(folder))
     package = folder.name.replace("-", "_")
+    (about,) = folder.glob(f"{package}-*.dist-info/METADATA")
+    extras = re.findall(
+        r"^Requires-Dist: (draftcore-\w+).* extra ==", about.read_text(), re.MULTILINE
+    )
     for module in pkgutil.walk_packages([str(folder / package)], f"{package}."):
         try:
             import_module(module.name)
         except ModuleNotFoundError as error:
-            if str(error.name).startswith("draftcore"):
+            lacks = str(error.name).partition(".")[0].replace("_", "-")
+            if lacks.startswith("draftcore") and lacks not in extras:
                 raise  # else it is an optional package
     import_module("draftcore.cli").main(["list-plugins", "--check"])
 
