@@ -53,7 +53,7 @@ TWO = "algorithm=null 'drafts={blocks: {algorithm: {name: dflash}}, domino: {alg
         ("train algorithm.options.tt_length=3", ["tt_length", "'ttt_length'", "eagle3"]),
         ("train algorithm.options.layers=[1,2,9]", ["9", "0"]),
         ("train algorithm.options.draft_vocab_size=9999", ["9999", "259"]),
-        ("train algorithm.name=eagle", ["(did you mean 'eagle3'?)", "installed: "]),
+        ("train algorithm.name=eagle33", ["(did you mean 'eagle3'?)", "installed: "]),
         ("train store=s3:bucket", ["s3", "file"]),
         ("train store=shm:refused", ["captures for itself", "keeps nothing", "topology.producers"]),
         ("train capture.name=hff", ["(did you mean 'hf'?)", "installed: "]),

@@ -50,6 +50,7 @@ class TestMtp(AlgorithmSuite):
 class TestExports(ExportSuite):
     plugin, architecture, servers = "draftcore_mtp.plugin", "Qwen3_5ForCausalLM", ("sglang",)
     matrix = ("mtp.fc.weight", 64)
+    reader_shares: ClassVar = frozenset({"draftcore_nn.served", "draftcore.files"})
     hosts: ClassVar[dict[str, Any]] = {"family": "qwen3_5_text"}
     served: ClassVar = {
         "partial": ("partial", {"init": "fresh"}),

@@ -275,7 +275,7 @@ class ExportSuite:
     ) -> None:
         for case, (rope, options) in self.served.items():
             small = {**algorithm.small, **options}
-            shape = {**self.hosts, "rope_parameters": ROPES[rope]}
+            shape = {**self.hosts, "rope_parameters": dict(ROPES[rope])}  # transformers adds to it
             found = served_gaps(self.plugin, small, shape, self.servers, tmp_path / case)
             assert max(found.values()) < 1e-3, f"{case}: {found} nats apart"
 

@@ -681,7 +681,7 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
         self, bench: Bench, tmp_path: Path
     ) -> None:
         """By the option `warm_start`, where there is one: the folder of an export."""
-        if "warm_start" not in vars(bench.options):
+        if not hasattr(bench.options, "warm_start"):
             pytest.skip("it has no option `warm_start`")
         for layout in bench.claimed("layout"):
             folder = bench.export(bench.noisy, tmp_path / layout, layout)

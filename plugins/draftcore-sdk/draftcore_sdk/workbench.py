@@ -111,7 +111,7 @@ class Example:
         shape = {**SHAPE, **json.loads(more)}
         write = plain.write if shape == SHAPE else plain.write_other
         path = write(folder / "target", GROWTH, UNHEARD, **shape)
-        stopper = folder / "draftcore_suite_stop.py"
+        stopper = folder / f"draftcore_{folder.name.replace('-', '_')}.py"
         stopper.write_text(STOPPER + TARGET)
         spec = plain.open_target(str(path), device="cpu")
         spec.logit_scale, spec.logit_softcap = 2.0, 20.0  # greedy decoding is the same with them

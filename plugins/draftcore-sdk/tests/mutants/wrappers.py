@@ -39,7 +39,7 @@ BODY = """
 WRONG = """
 == returns_nothing: test_the_same_inputs_give_the_same_bits
 return StepOutput(terms => StepOutput(terms
-== takes_a_mean: test_any_split_into_micro_batches_gives_one_update[3]
+== takes_a_mean: test_any_split_into_micro_batches_gives_one_update[2]
 terms=[(above, => terms=[(above / below.clamp(min=1),
 == scales_features_in_place: test_collate_leaves_its_samples_and_the_loss_its_batch_alone
 batch = yield => samples[0].features["last_hidden"].mul_(1.01); batch = yield
