@@ -215,12 +215,8 @@ def test_the_number_of_drafts_that_is_fastest_on_an_engine_goes_into_the_card(
     """With the engine's command, and with what was measured of these weights alone."""
     one = trained["eagle3"]
     said, registry = list[str](), load_plugins([ENGINES])
-    asked: dict[str, Any] = {
-        "engine": "right",
-        "speed": True,
-        "registry": registry,
-        "say": said.append,
-    }
+    asked: dict[str, Any] = {"engine": "right", "speed": True, "registry": registry}
+    asked["say"] = said.append
     api.served(one.yaml, "eval.prompts=2", **asked)
     speed = json.loads((file := one.export.parent / "speed-right.json").read_text())
     rounds = [figures["rounds"] for figures in speed["drafts"].values()]
