@@ -54,6 +54,12 @@ class Blocks(OnDevice):
         return self.anchor_M[:, None] + torch.arange(block_size, device=self.anchor_M.device)
 
 
+def rows_with_loss(valid_MS: Tensor) -> Tensor:
+    """Return the rows that are valid, flat m*S + s, and what fills them up, see `Targets`."""
+    row_R = valid_MS.flatten().nonzero()[:, 0]
+    return functional.pad(row_R, (0, padded(len(row_R)) - len(row_R)), value=valid_MS.numel())
+
+
 @dataclass(frozen=True)
 class Targets(OnDevice):
     """What rows of blocks predict: the tokens at `index_MS`, where `valid_MS` says so.
@@ -81,14 +87,16 @@ class Targets(OnDevice):
         inside_MS = (index_MS < length) & blocks.keep_M[:, None] & (rank_S >= 0)
         index_MS = index_MS.clamp_max(length - 1)
         valid_MS = inside_MS & mask_BT[blocks.sample_M[:, None], index_MS]
-        row_R = valid_MS.flatten().nonzero()[:, 0]
-        row_R = functional.pad(row_R, (0, padded(len(row_R)) - len(row_R)), value=valid_MS.numel())
-        return cls(index_MS, valid_MS, row_R, rank_S)
+        return cls(index_MS, valid_MS, rows_with_loss(valid_MS), rank_S)
 
     def weights(self, gamma: float | None, dtype: torch.dtype) -> Tensor:
         """Weigh rows, [M, S]: the first that predicts 1, each further one exp(-1/gamma) as much."""
         decay_S = torch.exp(self.rank_S.to(dtype) * (0.0 if gamma is None else -1 / gamma))
         return self.valid_MS.to(dtype) * decay_S
+
+    def labels(self, token_ids_BT: Tensor, blocks: Blocks) -> Tensor:
+        """Return the tokens that the rows with loss predict, [R]."""
+        return self.take(token_ids_BT[blocks.sample_M[:, None], self.index_MS])
 
     def take(self, x_MS: Tensor) -> Tensor:
         """Take the rows with loss of [M, S, ...], as [R, ...]; what fills them up is some row."""

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from draftcore_dflash.options import BackboneOptions, DFlashOptions
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines of the rows' positions, see `Rotary`
-Attend = Callable[
-    [Tensor, KeysValues], Tensor
-]  # from queries, over a block's own keys and values, and more
+# From queries, over a block's own keys and values, and more.
+Attend = Callable[[Tensor, KeysValues], Tensor]
 
 
 class Attention(Projections):
@@ -210,7 +209,7 @@ class DFlashDraft(Backbone):
         """
         options, hidden_MSH = self.options, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
-        label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
+        label_R = targets.labels(batch.token_ids_BT, blocks)
         weight_MS = targets.weights(options.loss_decay_gamma, exact)
         hidden_RH, denominator = targets.take(hidden_MSH), weight_MS.sum()
         if options.distils:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from draftcore_nn.layers import full_precision
-from draftcore_nn.losses import in_slices, residual
+from draftcore_nn.losses import capped, in_slices, residual
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -96,7 +96,9 @@ class _Selected(torch.autograd.Function):
             ):
                 logits_rV = hidden_rH @ head_VH.T
                 if label.ndim > 1:
-                    teacher_rV = target_log_probs(label, head_VH, scale, softcap)
+                    teacher_rV = capped((label @ head_VH.T).to(exact), scale, softcap).log_softmax(
+                        -1
+                    )
                     label_r, unary_r, slope_rV = divergence(logits_rV.to(exact), teacher_rV)
                 else:
                     label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)
@@ -132,17 +134,6 @@ class _Selected(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [(saved * grad).to(saved.dtype) for saved in ctx.saved_tensors]
         return (*scaled, *(None,) * 10)
-
-
-def target_log_probs(
-    state_rH: Tensor, head_VH: Tensor, scale: float, softcap: float | None
-) -> Tensor:
-    """Return the target's log-probabilities by its last hidden states."""
-    logits_rV = (state_rH @ head_VH.T).to(torch.promote_types(state_rH.dtype, torch.float32))
-    logits_rV = logits_rV * scale
-    if softcap:
-        logits_rV = softcap * torch.tanh(logits_rV / softcap)
-    return logits_rV.log_softmax(-1)
 
 
 def divergence(logits_rV: Tensor, teacher_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -97,7 +97,7 @@ class DFlash2Draft(Backbone):
             last_BTH = batch.features["last_hidden"]
             labels = targets.take(last_BTH[sample_M1, before_MS]).to(hidden_RH.dtype)
         else:
-            labels = targets.take(batch.token_ids_BT[sample_M1, targets.index_MS])
+            labels = targets.labels(batch.token_ids_BT, blocks)
         query_RE = selector.query(
             hidden_RH.detach() if options.stop_gradient else hidden_RH,
             targets.take(batch.token_ids_BT[sample_M1, before_MS]),

@@ -82,7 +82,7 @@ class DominoDraft(Backbone):
         config, hidden_MSH = self.config, self.block_hidden(batch, blocks, tiles)
         exact, valid_MS = torch.promote_types(hidden_MSH.dtype, torch.float32), targets.valid_MS
         weight_MS, share = targets.weights(self.options.loss_decay_gamma, exact), share.to(exact)
-        label_R = targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
+        label_R = targets.labels(batch.token_ids_BT, blocks)
         hidden_RH = targets.take(hidden_MSH)
         low_RE = self.low_rank(hidden_RH, targets.take(states_MSG))
         corrected_R = targets.row_R % config.block_size >= config.first_corrected_row

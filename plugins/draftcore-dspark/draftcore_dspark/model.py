@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from draftcore_dflash.attention import Tiles
-from draftcore_dflash.blocks import Blocks, Targets, draw_blocks
+from draftcore_dflash.blocks import Blocks, Targets, draw_blocks, rows_with_loss
 from draftcore_dflash.loss import metrics
 from draftcore_dflash.model import Backbone
 from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import full_precision
-from draftcore_nn.losses import padded
 from torch import Tensor
 from torch.nn import functional
 
@@ -107,13 +106,10 @@ class DSparkDraft(Backbone):
 
     def labels(self, batch: DraftBatch, blocks: Blocks, targets: Targets) -> Tensor:
         """Return the token that each row learns, [R]."""
-        return targets.take(batch.token_ids_BT[blocks.sample_M[:, None], targets.index_MS])
+        return targets.labels(batch.token_ids_BT, blocks)
 
 
 def unbroken(targets: Targets) -> Targets:
     """Drop the rows of a block from the first on that has nothing to learn."""
     valid_MS = targets.valid_MS.cumprod(1).bool()
-    row_R = valid_MS.flatten().nonzero()[:, 0]
-    rest = padded(len(row_R)) - len(row_R)
-    row_R = functional.pad(row_R, (0, rest), value=valid_MS.numel())
-    return replace(targets, valid_MS=valid_MS, row_R=row_R)
+    return replace(targets, valid_MS=valid_MS, row_R=rows_with_loss(valid_MS))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from draftcore_eagle3.attention import attend
+from draftcore_eagle3.attention import Keys
 from draftcore_eagle3.loss import Rows
 from draftcore_nn.batches import host_mask
 from draftcore_nn.layers import RMSNorm, Rotary, SwiGLU, TargetVocabulary, full_precision, rotate
@@ -245,26 +245,19 @@ class MtpDraft(TargetVocabulary):
         of_token, hidden = (x.flatten(0, 1) for x in self.inputs(batch, times_BT))
         x = mtp.join(of_token, hidden)
         query, key, value, gate = layer.project(x, cos[rows.time_BT], sin[rows.time_BT])
-        # Some kernels take a while for each length that they meet for the first time.
-        more = -length % 64 if key.is_cuda else 0
-        key_BGTD, value_BGTD = (
-            functional.pad(torch.unflatten(y, 0, (size, -1)).transpose(1, 2), (0, 0, 0, more))
-            for y in (key, value)
+        seen, active_N, time_N = (
+            Keys(key, value, length),
+            rows.active_N,
+            rows.time_BT[rows.active_N],
         )
-        active_N, time_N = rows.active_N, rows.time_BT[rows.active_N]
-        cell_N = active_N + more * (active_N // length)
         x, query, gate = (y.index_select(0, active_N) for y in (x, query, gate))
-        nothing = (len(active_N), key.shape[1], 0, key.shape[2])
-        extra_key, extra_value = key.new_empty(nothing), key.new_empty(nothing)
         for step in range(steps):
             if step > 0:
                 later_N = (active_N + step).clamp_max(size * length - 1)
                 x = mtp.join(of_token.index_select(0, later_N), hidden)
                 query, key, value, gate = layer.project(x, cos[time_N + step], sin[time_N + step])
-                extra_key = torch.cat([extra_key, key[:, :, None]], 2)
-                extra_value = torch.cat([extra_value, value[:, :, None]], 2)
-            attended = attend(query, key_BGTD, value_BGTD, extra_key, extra_value, cell_N)
-            hidden = mtp.norm(layer.finish(x, attended, gate))
+                seen.add(key, value)
+            hidden = mtp.norm(layer.finish(x, seen.attend(query, active_N), gate))
             yield hidden
 
     def rerun(self, batch: DraftBatch) -> Iterator[Tensor]:

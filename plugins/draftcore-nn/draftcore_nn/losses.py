@@ -164,14 +164,14 @@ def teach(
         for (hidden_rH,) in in_slices(len(head_VH), last_hidden_RH.to(head_VH.dtype)):
             logits_rV = functional.linear(hidden_rH, head_VH)
             best_r = logits_rV.max(-1).indices
-            logits_rV = _capped(logits_rV, scale, softcap)
+            logits_rV = capped(logits_rV, scale, softcap)
             own_rU = logits_rV if ids_U is None else logits_rV.index_select(1, ids_U)
             scales = [_logsumexp(own_rU), _logsumexp(logits_rV)]
             parts.append((own_rU, *scales, index_V[best_r]))
         return Teacher(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
-def _capped(logits_rV: Tensor, scale: float, softcap: float | None) -> Tensor:
+def capped(logits_rV: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Scale and cap the target's logits as the target does."""
     if scale == 1 and not softcap:
         return logits_rV
@@ -249,7 +249,7 @@ class _DistributionLosses(torch.autograd.Function):
                 if up is not None:
                     logits_rV = logits_rV + low[0] @ up.T
                 best_r = logits_rV.argmax(-1)
-                log_p_rV = _capped(last_rH @ head_VH.T, *capping).log_softmax(-1, dtype=exact)
+                log_p_rV = capped(last_rH @ head_VH.T, *capping).log_softmax(-1, dtype=exact)
                 losses, overlap_r, slope_rV = _compare(
                     logits_rV.log_softmax(-1), log_p_rV, label_r[:, None], mixture, wanted
                 )
