@@ -89,9 +89,7 @@ class PEagleDraft(Backbone):
         token_BT = functional.pad(batch.token_ids_BT[:, 1:], (0, 1))
         return functional.pad(token_BT, (0, 1), value=self.config.mask_token_id)
 
-    def forward(
-        self, batch: DraftBatch, rows: Rows, pairs: Pairs, token_BS: Tensor
-    ) -> StepOutput:
+    def forward(self, batch: DraftBatch, rows: Rows, pairs: Pairs, token_BS: Tensor) -> StepOutput:
         """Return the loss of a batch, and its metrics per depth; `train.compile` compiles this.
 
         The numerator is the sum over pairs of the cross entropy with the target's distribution, the
