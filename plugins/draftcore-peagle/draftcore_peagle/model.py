@@ -84,7 +84,7 @@ class PEagleDraft(Backbone):
     def row_tokens(self, batch: DraftBatch) -> Tensor:
         """Return the tokens that rows read, and after them the mask token.
 
-        They are made before a compiled forward: torch 2.11 compiles no sum over rows of S = T + 1.
+        They are made before a compiled forward, to which S is a size of its own, and not T + 1.
         """
         token_BT = functional.pad(batch.token_ids_BT[:, 1:], (0, 1))
         return functional.pad(token_BT, (0, 1), value=self.config.mask_token_id)
