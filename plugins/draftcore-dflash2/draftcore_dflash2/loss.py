@@ -2,7 +2,8 @@
 
 Both share the logits u = W h. The weights of all rows are known beforehand, so the forward computes the
 gradients of the whole objective along with it, and the backward only scales. Logits, a teacher's too, and
-rows of the selector's table exist for a slice of rows only (`draftcore_nn.losses`).
+rows of the selector's table exist for a slice of rows only (`draftcore_nn.losses`); the table's gradient is
+added up once, from one row of E for each candidate.
 
 Shape letters: R rows, H hidden, E rank, V vocabulary, K candidates; r a slice of rows.
 """
@@ -87,7 +88,7 @@ class _Selected(torch.autograd.Function):
         top_k: int, replaced: bool, detached: bool, wanted: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
-        successor_grad, by_row, slopes = torch.zeros_like(successor_VE), [], []
+        by_row, slopes = [], []
         logits = 2 if labels.ndim > 1 else 1  # the teacher's beside the draft's
         width = max(logits * len(head_VH), top_k * query_RE.shape[1])
         with full_precision(hidden_RH.device):
@@ -103,29 +104,35 @@ class _Selected(torch.autograd.Function):
                 else:
                     label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)
                 best_rK = logits_rV.topk(top_k).indices
-                among_r = (best_rK == label_r[:, None]).any(-1)
-                ids_rK = with_label(best_rK, label_r, among_r) if replaced else best_rK
-                place_rK = ids_rK == label_r[:, None]
+                ids_rK = with_label(best_rK, label_r) if replaced else best_rK
                 next_rKE = functional.embedding(ids_rK, successor_VE).to(exact)
                 score_rK = score(logits_rV.gather(1, ids_rK), query_rE, next_rKE)
-                chosen_r = ids_rK.gather(1, score_rK.argmax(-1, keepdim=True))[:, 0]
-                log_rK = score_rK.log_softmax(-1)
-                selector_r = -torch.where(place_rK, log_rK, 0).sum(-1)
-                by_row.append((unary_r, selector_r, label_r, best_rK[:, 0], chosen_r, among_r))
+                by_row.append((unary_r, label_r, best_rK, ids_rK, score_rK))
                 if not wanted:
                     continue
+                place_rK = ids_rK == label_r[:, None]
                 counted_r = alpha * weight_r * place_rK.any(-1)
-                pull_rK = (log_rK.exp() - place_rK.to(exact)) * counted_r[:, None]
+                pull_rK = (score_rK.log_softmax(-1).exp() - place_rK.to(exact)) * counted_r[:, None]
                 slope_rV = slope_rV.mul_(weight_r[:, None])
                 if not detached:
                     slope_rV = slope_rV.scatter_add_(1, ids_rK, pull_rK)
-                slopes.append((slope_rV.to(half) @ head_VH, (pull_rK[:, None] @ next_rKE)[:, 0]))
-                pairs_RE = (pull_rK[..., None] * query_rE[:, None]).flatten(0, 1)
-                successor_grad.index_add_(0, ids_rK.flatten(), pairs_RE.to(successor_grad.dtype))
-            unary_R, selector_R, *chosen = map(torch.cat, zip(*by_row, strict=True))
+                pulled_rE = (pull_rK[:, None] @ next_rKE)[:, 0]
+                slopes.append((slope_rV.to(half) @ head_VH, pulled_rE, pull_rK))
+            # What reads no logits is computed once: a compiler unrolls the slices.
+            unary_R, label_R, best_RK, ids_RK, score_RK = map(torch.cat, zip(*by_row, strict=True))
+            place_RK, log_RK = ids_RK == label_R[:, None], score_RK.log_softmax(-1)
+            selector_R = -torch.where(place_RK, log_RK, 0).sum(-1)
             objective = ((unary_R + alpha * selector_R) * weight_R).sum()
-        if wanted:
-            ctx.save_for_backward(*map(torch.cat, zip(*slopes, strict=True)), successor_grad)
+            chosen_R = ids_RK.gather(1, score_RK.argmax(-1, keepdim=True))[:, 0]
+            among_R = (best_RK == label_R[:, None]).any(-1)
+            chosen = label_R, best_RK[:, 0].clone(), chosen_R, among_R
+            if wanted:
+                hidden_grad, query_grad, pull_RK = map(torch.cat, zip(*slopes, strict=True))
+                pairs_RE = (pull_RK[..., None] * query_RE.to(exact)[:, None]).flatten(0, 1)
+                pairs_RE = pairs_RE.to(successor_VE.dtype)
+                successor_grad = torch.zeros_like(successor_VE)
+                successor_grad = successor_grad.index_add_(0, ids_RK.flatten(), pairs_RE)
+                ctx.save_for_backward(hidden_grad, query_grad, successor_grad)
         ctx.mark_non_differentiable(unary_R, selector_R, *chosen)
         return objective, unary_R, selector_R, *chosen
 
@@ -150,7 +157,8 @@ def surprise(logits_rV: Tensor, label_r: Tensor) -> tuple[Tensor, Tensor]:
     return loss_r, residual(log_probs_rV, label_r[:, None])
 
 
-def with_label(ids_rK: Tensor, label_r: Tensor, among_r: Tensor) -> Tensor:
+def with_label(ids_rK: Tensor, label_r: Tensor) -> Tensor:
     """Put the label in the last candidate's place where it is not among them."""
+    among_r = (ids_rK == label_r[:, None]).any(-1)
     last_r = torch.where(among_r, ids_rK[:, -1], label_r)
     return torch.cat([ids_rK[:, :-1], last_r[:, None]], 1)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from importlib_metadata import PackageNotFoundError, version
 
 from draftcore.contracts.run import OpenDraft
 from draftcore.contracts.target import TargetSpec
-from draftcore.errors import plural
+from draftcore.errors import DraftcoreError, plural
 from draftcore.files import EXPORT, read_sealed, regular, write_atomic
 from draftcore_eval import serving, speed
 
@@ -53,14 +53,16 @@ def write_card(
         return [f"{'model card':28}  {file} was edited, and is left as it is"]
     drafts = drafts_of(draft, folder, report)
     speeds = speeds_of(draft.folder, weights)
-    text = "\n".join(sections(draft, manifest, report, drafts, speeds)) + "\n"
+    refused = refusals(draft, folder)
+    text = "\n".join(sections(draft, manifest, report, drafts, speeds, refused)) + "\n"
     try:
         write_atomic(file, text + SEAL.format(digest(text)))
     except OSError as error:
         return [f"{'model card':28}  {file} cannot be written: {error.strerror}"]
     measured = f"acceptance length {report['acceptance_length']:.2f}" if report else NOT_MEASURED
     lines = [f"{'model card':28}  {file}: {measured}"]
-    served = dict(commands(draft, drafts, str(folder)))
+    lines += [f"not served by {server:14}  {why}" for server, why in refused.items()]
+    served = dict(commands(draft, drafts, str(folder), refused))
     served |= {measured["engine"]: measured["command"] for measured in speeds}
     lines += [f"to serve with {server}:\n  {line}" for server, line in served.items()]
     return [*lines, f"to upload:\n  hf upload <you>/{title(draft, manifest)} {folder}"]
@@ -140,7 +142,23 @@ def name_of(target: TargetSpec) -> str:
     return hub_id(target) or Path(target.path).resolve().name
 
 
-def commands(draft: OpenDraft, drafts: int, folder: str) -> Mapping[str, str]:
+def refusals(draft: OpenDraft, folder: Path) -> dict[str, str]:
+    """Return why servers that the algorithm writes for would refuse this export."""
+    found = dict[str, str]()
+    for kind, _, server in (word.partition(":") for word in sorted(draft.algorithm.capabilities)):
+        if kind == "served":
+            try:
+                draft.algorithm.hook.read_export(
+                    folder=folder, server=server, options=draft.options
+                )
+            except DraftcoreError as error:
+                found[server] = str(error).partition("\n")[0]
+    return found
+
+
+def commands(
+    draft: OpenDraft, drafts: int, folder: str, refused: Collection[str]
+) -> Mapping[str, str]:
     """Return the command of each server that loads the draft, beside a target that transformers reads."""
     target = draft.run.target
     if not target.source:
@@ -150,7 +168,8 @@ def commands(draft: OpenDraft, drafts: int, folder: str) -> Mapping[str, str]:
         named += f" --revision {target.revision}"
     if target.source.get("trust_remote_code"):
         named += " --trust-remote-code"
-    return serving.commands(draft.algorithm.capabilities, named, folder, drafts)
+    found = serving.commands(draft.algorithm.capabilities, named, folder, drafts)
+    return {server: command for server, command in found.items() if server not in refused}
 
 
 def last_names(value: Any) -> Any:
@@ -194,12 +213,12 @@ def is_ours(card: str) -> bool:
 
 def sections(
     draft: OpenDraft, manifest: Mapping[str, Any], report: Mapping[str, Any] | None, drafts: int,
-    speeds: Sequence[Mapping[str, Any]],
+    speeds: Sequence[Mapping[str, Any]], refused: Collection[str],
 ) -> Iterator[str]:  # fmt: skip
     """Yield the card's lines."""
     target, algorithm = draft.run.target, manifest["algorithm"]["name"]
     base, own = hub_id(target), metadata_of(target)
-    served = commands(draft, drafts, DRAFT)
+    served = commands(draft, drafts, DRAFT, refused)
     yield front_matter(draft, manifest, own, [*served, *(s["engine"] for s in speeds)])
     name = f"[{base}](https://huggingface.co/{base})" if base else f"`{name_of(target)}`"
     yield f"# {title(draft, manifest)}\n"

@@ -37,7 +37,7 @@ NORMED_LAYER = {  # of Qwen3, and of drafts made like it
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
 }
-ELSEWHERE = "serve it with sglang or vLLM: the export's README.md has the commands"
+ELSEWHERE = "serve it with a server whose command is in the export's README.md"
 
 
 class Method(ABC):
@@ -236,7 +236,7 @@ def draft_keys(method: Method, config: Config, folder: Path, target_layers: int)
                 raise UsageError(
                     f"the draft in {folder} has {name}: {part[name]!r}, and llama.cpp would serve it "
                     f"with {name}: {value!r}, which accepts less\n"
-                    f"  train one with {name}: {value!r}, or {ELSEWHERE}"
+                    f"  train one whose config.json says {name}: {value!r}, or {ELSEWHERE}"
                 )
     for refusal in method.refusals(config):
         raise UsageError(f"{folder}: {refusal}")

@@ -5,11 +5,12 @@ cannot hide from `draftcore verify`. It is kept plain: no cache, the whole seque
 token, one expert after the other.
 
 Both servers know the layer by the architecture of the whole checkpoint, and read names with a prefix of
-that kind; embedding and head are the target's, or the layer's own where the files have such. Row t reads
-token t + 1 and the state of token t after the final norm, and each draft the layer's own normed output.
-The two differ for GLM-4.5, where vLLM takes the embedding at position 0 for zero, as both do for MiMo;
-for MiMo, of which vLLM drafts one token; and for Qwen3.5 without its vision part, whose layer vLLM does
-not look for. Experts are one group, as GLM-4.5's are. All this is read in their sources of 2026, and not run.
+that kind; embedding and head are the target's, or for vLLM the layer's own where the files have such. Row
+t reads token t + 1 and the state of token t after the final norm, and each draft the layer's own output.
+The two differ for GLM-4.5, where vLLM takes the embedding at position 0 for zero, as both do for MiMo, and
+hands an output on before its norm; for MiMo, of which vLLM drafts one token; and for Qwen3.5 without its
+vision part, whose layer vLLM does not look for. Experts are one group, as GLM-4.5's are. All this is read
+in their sources of 2026, and not run.
 
 Shape letters: S rows so far, H hidden, K drafts, V vocabulary, E experts, X chosen ones.
 """
@@ -48,6 +49,7 @@ PARTS = {
     GLM: ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""),
     MIMO: ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", ""),
 }
+COPIES = "embed_tokens.weight", "shared_head.head.weight"  # beside the layer, of the target's
 LAYER = "layer"  # what the layer's own names begin with here
 
 
@@ -78,10 +80,11 @@ class ServedMtp:
         read = {name: tensor.to(at.tokens_T.device) for name, tensor in self.tensors.items()}
         embedding, state, fc, norm, _ = (f"{part}.weight" for part in PARTS[self.kind])
         eps, moe = shared.eps_of(self.config), f"{LAYER}.mlp.gate.weight" in read
+        vllm_glm = (self.kind, self.server) == (GLM, "vllm")
         known_T = torch.cat([at.tokens_T[1:], at.tokens_T.new_tensor([at.last])])
         tokens_S = torch.cat([known_T, drafts_K])
         embedded_SH = read.get("embed_tokens.weight", at.host.embedding_VH)[tokens_S]
-        if self.kind == MIMO or (self.kind, self.server) == (GLM, "vllm"):
+        if self.kind == MIMO or vllm_glm:
             embedded_SH = torch.cat([torch.zeros_like(embedded_SH[:1]), embedded_SH[1:]])
         embedded_SH = shared.rms_norm(embedded_SH, read[embedding], eps)
         causal_SS = torch.ones(2 * (len(tokens_S),), device=tokens_S.device).tril().bool()
@@ -97,7 +100,7 @@ class ServedMtp:
                 causal_SS[:rows, :rows], self._experts if moe else shared.swiglu,
             )  # fmt: skip
             finals.append(shared.rms_norm(output_SH[-1], read[norm], eps))
-            state_SH = torch.cat([state_SH, finals[-1][None]])
+            state_SH = torch.cat([state_SH, output_SH[-1:] if vllm_glm else finals[-1][None]])
         return torch.stack(finals) @ read.get("shared_head.head.weight", at.host.head_VH).T
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterator[Suspect]:
@@ -145,9 +148,10 @@ def read(folder: Path, server: str) -> ServedDraft:
                 tensors |= {n.removeprefix(prefix): stored.get_tensor(n).float() for n in names}
         except SafetensorError as error:
             raise UnservableError(f"the tensors in {file} cannot be read: {error}") from None
-    named = dict(_named(kind, tensors))
+    named, ignored = dict(_named(kind, tensors)), COPIES * (server == "sglang")
+    ignored = tuple(name for name in ignored if named.pop(name, None) is not None)
     shared.require_tensors(named, _shapes(kind, text), f"{server} drafts with random weights")
-    return ServedMtp(server, kind, text, named)
+    return ServedMtp(server, kind, text, named, ignored)
 
 
 def _named(kind: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
         {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5},
         ["model.layers.6.eh_proj", "model.layers.6.shared_head.norm", "model.layers.6.enorm",
          "model.layers.6.self_attn.q_norm", "model.layers.6.mlp.experts.0.down_proj"],
-        ("sglang",),  # vLLM reads no embedding at position 0
+        ("sglang",),  # vLLM reads no embedding at position 0, and hands on what is not normed
     ),
 }  # fmt: skip
 
@@ -135,8 +135,8 @@ def test_a_layer_that_a_target_brings_is_one_of_its_own_and_servers_read_it(
     PLAIN.export_draft(draft, tmp_path / "again", "serving")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-    for server in servers:
-        assert gap(draft, target, tmp_path / "again", server) < 1e-3, server
+    for server in ("sglang", "vllm"):
+        assert (gap(draft, target, tmp_path / "again", server) < 1e-3) == (server in servers)
 
 
 def test_mimo_has_names_and_an_order_of_its_own(make_target: MakeTarget, tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def require_architecture(config: Mapping[str, Any], folder: Path, *names: str) -
     if not set(names) & set(config.get("architectures") or []):
         raise UsageError(
             f"config.json in {folder} has architectures {config.get('architectures')}\n"
-            f"  a draft of this kind says architectures: [{names[0]!r}]"
+            f"  a draft of this kind says architectures: [{names[0]!r}]\n"
+            "  name the folder of such a draft, or choose the algorithm that wrote this one"
         )
 
 

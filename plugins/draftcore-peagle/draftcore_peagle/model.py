@@ -76,11 +76,20 @@ class PEagleDraft(Backbone):
         """Return the loss of given pairs, which lie on the CPU, see `forward`."""
         device, mask_BT = batch.token_ids_BT.device, host_mask(batch)
         tiled = device.type == "cuda"
-        pairs = Pairs.of(mask_BT, drawn, self.options.num_depths, tiled=tiled)
-        output: StepOutput = self(batch, Rows.of(mask_BT, 1).to(device), pairs.to(device))
+        pairs = Pairs.of(mask_BT, drawn, self.options.num_depths, tiled=tiled).to(device)
+        rows, token_BS = Rows.of(mask_BT, 1).to(device), self.row_tokens(batch)
+        output: StepOutput = self(batch, rows, pairs, token_BS)
         return output
 
-    def forward(self, batch: DraftBatch, rows: Rows, pairs: Pairs) -> StepOutput:
+    def row_tokens(self, batch: DraftBatch) -> Tensor:
+        """Return the tokens that rows read, and after them the mask token.
+
+        They are made before a compiled forward, to which S is a size of its own, and not T + 1.
+        """
+        token_BT = functional.pad(batch.token_ids_BT[:, 1:], (0, 1))
+        return functional.pad(token_BT, (0, 1), value=self.config.mask_token_id)
+
+    def forward(self, batch: DraftBatch, rows: Rows, pairs: Pairs, token_BS: Tensor) -> StepOutput:
         """Return the loss of a batch, and its metrics per depth; `train.compile` compiles this.
 
         The numerator is the sum over pairs of the cross entropy with the target's distribution, the
@@ -88,7 +97,8 @@ class PEagleDraft(Backbone):
         """
         taught_MH = rows.taught(batch.features["last_hidden"])
         teacher = teach(taught_MH, self.head, *self.target_logits, ids_U=self.token_ids())
-        hidden_RH = self.hidden(batch, pairs).flatten(0, 1).index_select(0, pairs.row_R)
+        hidden_BEH = self.hidden(batch, pairs, token_BS)
+        hidden_RH = hidden_BEH.flatten(0, 1).index_select(0, pairs.row_R)
         taught_R, depth_R = rows.slot_BT[pairs.taught_R], pairs.depth_BE.flatten()
         depth_R, exact = depth_R[pairs.row_R], teacher.own_R.dtype
         label_R, count_R = teacher.label_R[taught_R], pairs.real_R
@@ -110,13 +120,10 @@ class PEagleDraft(Backbone):
                 metrics |= {f"{name}_{k}": (sum_K[k], count_K[k]) for k in range(len(none_K))}
             return StepOutput(found.total, weight_R.sum(), metrics)
 
-    def hidden(self, batch: DraftBatch, pairs: Pairs) -> Tensor:
+    def hidden(self, batch: DraftBatch, pairs: Pairs, token_BS: Tensor) -> Tensor:
         """Run all pairs through the layers; returns normed states [B, E, H]."""
         anchor_BE, depth_BE = pairs.anchor_BE, pairs.depth_BE
-        batch_size, length = batch.token_ids_BT.shape
-        token_BT = functional.pad(batch.token_ids_BT[:, 1:], (0, 1))
-        mask_H = self.embed(token_BT.new_full((), self.config.mask_token_id))
-        embedding_BSH = torch.cat([self.embed(token_BT), mask_H.expand(batch_size, 1, -1)], 1)
+        (batch_size, length), embedding_BSH = batch.token_ids_BT.shape, self.embed(token_BS)
         masked_BCH = self.masked().expand(batch_size, anchor_BE.shape[1] - length, -1)
         hidden_BEH = torch.cat([self.combine(batch.features), masked_BCH], 1)
         angles = self.rotary(anchor_BE + depth_BE)

@@ -233,7 +233,7 @@ def test_proposals_equal_training_over_ragged_rounds(
         batch, deep = PEagle(OPTIONS).collate([sample]), torch.arange(1, 4)
         drawn = (torch.full_like(deep, known - 2), deep)
         pairs = Pairs.of(batch.loss_mask_BT, [drawn], 4, tiled=False)
-        hidden_EH = module.hidden(batch, pairs)[0]
+        hidden_EH = module.hidden(batch, pairs, module.row_tokens(batch))[0]
         chosen = [known - 2, *range(len(hidden_EH) - 3, len(hidden_EH))]
         logits_KV = torch.full((4, 48), -torch.inf, dtype=torch.float64)
         logits_KV[:, ids] = module.lm_head(hidden_EH[chosen])
