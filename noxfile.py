@@ -581,10 +581,9 @@ def authors(session: nox.Session) -> None:
     fresh = ("--no-deps", "--force-reinstall")
     session.run_install(*pip(python), *fresh, *map(str, built.glob("*.whl")))
     session.run(python, "-m", "draftcore", "list-plugins", "--check")
-    for project in written:
-        # By the settings that it brings, with a safe path: the wheel is tested, not the folder.
-        command = (python, "-P", "-m", "pytest", "-q", str(project), *report_to(session))
-        session.run(*command, env={"OMP_WAIT_POLICY": "PASSIVE"})
+    # By the settings that each brings, with a safe path: the wheels are tested, not the folders.
+    command = (python, "-P", "tests/written.py", str(folder), str(TIMES))
+    session.run(*command, env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
     session.env["DRAFTCORE_WHEELS"] = os.pathsep.join([str(DIST), str(built)])
     tests = [str(project / "tests") for project in EXAMPLES]
     pytest(session, python, "tests/thirdparty", *tests, *session.posargs, workers=2)
