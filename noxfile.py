@@ -448,7 +448,7 @@ def start(session: nox.Session) -> None:
         "--help": (draftcore, "--help"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(15):  # in turn, so that a change of the machine's speed meets all alike
+    for _ in range(9):  # in turn, so that a change of the machine's speed meets all alike
         for name, command in commands.items():
             before = processor_time()
             session.run(*command, silent=True, log=False)
