@@ -24,7 +24,7 @@ SHARD = 25  # cases of a class that one test tries
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 BEGAN = time.monotonic()
 OPTIONS: dict[str, tuple[type, Any, str]] = {
-    "cases": (int, 10, "how many cases of each class are tried"),
+    "cases": (int, 6, "how many cases of each class are tried"),
     "kills": (int, 1, "in how many runs of each topology processes are killed"),
     "seed": (int, 0, "what cases are drawn by"),
     "minutes": (float, float("inf"), "no case begins later"),

@@ -96,20 +96,6 @@ def test_processes_may_freeze_for_longer_than_others_wait(make_run: Make, undist
     run.require_done(undisturbed)
 
 
-@pytest.mark.long
-def test_ranks_may_be_killed_and_their_number_may_change(make_run: Make) -> None:
-    (alone := make_run(train={"accumulate": 2})).finish()
-    run = make_run(producers=1, topology={"ranks": 2}, train={"accumulate": 2})
-    run.faults = "kill:midstep@4 kill:stepped@3 kill:leased@5 pace:0.05"
-    run.finish("train.max_steps=7")
-    assert len(list(run.marks.iterdir())) == 3
-    run.faults = ""
-    assert "resuming from step 7 of 12" in run.finish("topology.ranks=1")
-    run.require_done()
-    assert run.losses() == pytest.approx(alone.losses(), rel=1e-5)
-    assert "already trained: 12 steps" in run.finish("topology.ranks=1")
-
-
 def resident(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10

@@ -2,47 +2,12 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
 Make = Callable[..., Any]
-
-
-def masters(run: Any) -> list[int]:
-    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in run.descendants()}
-    return [pid for pid, name in names.items() if name == "mooncake_master"]
-
-
-@pytest.mark.long
-def test_a_master_of_ones_own_may_die_beside_any_other_process(make_run: Make) -> None:
-    (alone := make_run(samples=96, train={"accumulate": 2})).finish()
-    store = "mooncake://?max_bytes=32MiB"
-    run = make_run(producers=2, samples=96, train={"accumulate": 2}, store=store)
-    run.faults = "ttl:2 pace:0.1"
-    launcher = run.start()
-    run.until(lambda: run.steps() >= 3, launcher)
-    run.kill(*masters(run))
-    run.until(lambda: run.steps() >= 6, launcher)
-    run.kill(*run.trainers())  # its master goes with it: producers follow to another one
-    run.until(lambda: run.steps() >= 10, launcher)
-    run.kill(launcher.pid, *run.producers())
-    launcher.wait()
-    run.until(lambda: not run.processes() and not run.descendants())
-    resumed = run.state()["step"]
-
-    launcher = run.start("topology.ranks=2")  # both read what lies in the first one's memory
-    run.until(lambda: run.steps() >= resumed + 3, launcher)
-    run.kill(*masters(run), run.producers()[0])
-    assert run.wait(launcher) == 0, run.output()
-    assert run.output().count("another one is started") == 2
-    run.require_done()
-    losses = run.losses()
-    before = {step: loss for step, loss in alone.losses().items() if step <= resumed}
-    assert before == {step: losses[step] for step in before}
-    assert losses == pytest.approx(alone.losses(), rel=1e-5)
 
 
 @pytest.mark.long

@@ -108,23 +108,12 @@ def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: 
     head = ["PHASE", "KEY", "VALUE", "DECIDED BY"]
     eager = [[phase, "runner", "eager", "default"] for phase in ("prefill", "decode")]
     assert columns(project.cli("runners")) == [head, *eager]
-    through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode={"backend": "auto"})
-    prefill = [
-        ["runner", "graphs", "you"], ["backend", "recording", "you"], ["options", "none", "default"],
-        ["rows", "4", "default"], ["lengths", "64 256", "you"],
-        ["max_bs", "what memory holds", "default"], ["padding", "True", "default"],
-        ["plugins", "tbo", "you"],
-        ["rule offloaded", "an error if it refuses", "the target's weights"],
-        ["rule adapters", "an error if it refuses", "the target's layers"],
-        ["rule masks", "an error if it refuses", "the first batch"],
-    ]  # fmt: skip
-    decode = [["runner", "graphs", "you"], ["backend", "eager", "auto: no backend for cpu"]]
-    assert columns(project.cli("runners")) == [
-        head, *(["prefill", *row] for row in prefill), *(["decode", *row] for row in decode)
-    ]  # fmt: skip
-    through(project, decode=DECODE)
+    through(project, prefill={**PREFILL, "plugins": {"tbo": {}}}, decode=DECODE)
+    shown = columns(project.cli("runners"))
+    assert ["prefill", "lengths", "64 256", "you"] in shown
+    assert ["prefill", "plugins", "tbo", "you"] in shown
     last = ["decode", "rule drafter-state", "an error if it refuses", "the draft's state"]
-    assert columns(project.cli("runners"))[-1] == last
+    assert shown[-1] == last
     assert not project.run.exists()
 
 
@@ -141,14 +130,6 @@ def test_the_plan_says_what_is_run_and_who_decided(tmp_path: Path, new_project: 
             "runner.decode.options.plugins.nosuch: there is no graph-plugin 'nosuch'",
         ),
         ("prefill", "{plugins: {tbo: {share: 1}}}", "did you mean 'least_share'?"),
-        (
-            "prefill", "{backend: full}",
-            "runner.prefill.options.backend=full was set, and the rule 'device' refuses it",
-        ),
-        (
-            "decode", "{backend: piecewise, options: {compiler: eager}}",
-            "runner.decode.options.backend=piecewise was set, and the rule 'phase' refuses it",
-        ),
         (
             "decode", "{backend: recording}",
             "for every batch\n  set runner.decode.name=eager, or set eval.temperature=0",

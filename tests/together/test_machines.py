@@ -76,7 +76,7 @@ def test_the_file_for_slurm_trains_on_the_first_machine_and_captures_on_the_othe
         "srun": SRUN,
         "scontrol": "#!/bin/bash\necho 127.0.0.1\n",
         "draftcore": python.format("draftcore") if machines > 1 else told,
-        "torchrun": python.format("torch.distributed.run") if machines > 1 else told,
+        "torchrun": f'#!/bin/bash\nexec {sys.executable} "${{@:3}}"\n' if machines > 1 else told,
     }
     for name, text in tools.items():
         (tmp_path / name).write_text(text)

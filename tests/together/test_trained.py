@@ -156,12 +156,3 @@ def test_a_run_that_has_nothing_to_learn_ends_with_its_first_step(
         True,
     )
     assert not list(project.run.glob("checkpoints/step-*"))
-
-
-def test_labels_that_are_other_tokens_are_no_mask(tmp_path: Path, new_project: NewProject) -> None:
-    project = new_project(tmp_path, store="auto", data={"eval": None})
-    ids = [30, 31, 32, 33, 34, 35]
-    shifted = {"input_ids": ids, "labels": [-100, -100, 33, 34, 35, 35]}
-    (tmp_path / "train.jsonl").write_text(8 * (json.dumps(shifted) + "\n"))
-    said = project.cli("train", ok=False).output
-    assert "labels are not the tokens of input_ids" in said

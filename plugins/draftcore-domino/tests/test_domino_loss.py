@@ -242,11 +242,8 @@ def check_values(golden: Golden, output: StepOutput, expected: Mapping[str, Any]
     assert float(output.counts["accuracy"][1]) == expected["accuracy_denom"]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_golden_loss_metrics_and_every_gradient(golden: Golden, compiled: bool) -> None:
+def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
     draft = golden.draft(golden.data["loss_decay_gamma"])
-    if compiled:
-        draft.compile(dynamic=True)
     output = golden.run(draft, golden.share)
     check_values(golden, output, golden.data["expected"])
     (output.numerator / output.denominator).backward()  # type: ignore[no-untyped-call]

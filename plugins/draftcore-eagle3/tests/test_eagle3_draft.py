@@ -16,7 +16,6 @@ from draftcore_eagle3.config import captured_layers, from_target
 from draftcore_eagle3.loss import Rows
 from draftcore_eagle3.options import Eagle3Options
 from draftcore_hf.target import TransformersTarget
-from draftcore_nn.vocabulary import select_tokens
 from draftcore_sdk.algorithm_fixtures import ExportSuite, MakeDraft, MakeTarget, drop, put
 from draftcore_sdk.algorithms import AlgorithmSuite
 from draftcore_sdk.comparisons import require_trained_drafts
@@ -234,12 +233,6 @@ def test_request_names_the_layers_and_the_last_hidden_state(target: TargetSpec) 
 def test_shapes_that_cannot_be(options: dict[str, Any], message: str, target: TargetSpec) -> None:
     with pytest.raises(UsageError, match=message):
         build(target, **options)
-
-
-def test_draft_vocabulary_is_the_most_frequent_tokens_ascending() -> None:
-    counts = {9: 5, 3: 5, 7: 5, 1: 9}
-    assert select_tokens(counts, 3, 12).tolist() == [1, 3, 7]
-    assert select_tokens({}, 3, 12).tolist() == [0, 1, 2]
 
 
 # ------------------------------------------------------------ decoding

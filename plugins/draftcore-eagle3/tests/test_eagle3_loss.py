@@ -313,11 +313,8 @@ def ratios(output: StepOutput) -> dict[str, float]:
     return {n: float(a) / max(1.0, float(b)) for n, (a, b) in output.counts.items()}
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_golden_loss_metrics_and_every_gradient(golden: Golden, compiled: bool) -> None:
+def test_golden_loss_metrics_and_every_gradient(golden: Golden) -> None:
     draft, expected = golden.draft(), golden.data["expected"]
-    if compiled:
-        draft.compile(dynamic=True)
     output = draft.loss(golden.batch())
     loss = output.numerator / golden.num_rows
     loss.backward()  # type: ignore[no-untyped-call]

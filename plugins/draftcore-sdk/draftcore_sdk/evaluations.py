@@ -5,6 +5,7 @@ It measures the small algorithm that `new-plugin` writes, trained on the answers
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,34 +50,36 @@ class Measuring:
         return figures
 
 
+@functools.cache
+def small_bench(base: Path) -> Bench:
+    """Return the small algorithm's bench, with a draft that is trained once in a process."""
+    own, example = bound(small_algorithm(base).stem, "algorithm"), base / "algorithm-suite"
+    return Bench(own.hook, own.offer, own.options, Example.of(example), base, {}, [])
+
+
 class EvaluationSuite(Suite):
     """Standard tests of an evaluation: its reports, and that measuring changes nothing."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def bench(cls, tmp_path_factory: Any) -> Bench:
-        base = tmp_path_factory.getbasetemp()
-        own, example = bound(small_algorithm(base).stem, "algorithm"), base / "algorithm-suite"
-        folder = tmp_path_factory.mktemp("runs")
-        return Bench(own.hook, own.offer, own.options, Example.of(example), folder, {}, [])
+    @pytest.fixture
+    def bench(self, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+        return small_bench(tmp_path_factory.getbasetemp())
 
     @contextmanager
     def measuring(self, bench: Bench, folder: Path, held_out: bool = True) -> Iterator[Measuring]:
         """Open a run with the evaluation, and held-out questions if it is to have some."""
         offer = offer_of(self.plugin, "evaluation", self.name)
         plugin, *extras = self.plugin.split()
-        file = folder / "eval.jsonl"
         answered = [{"role": "assistant", "content": "yes"}]
         asked = [[{"role": "user", "content": text}, *answered] for text in QUESTIONS]
-        file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in asked))
+        lines = "".join(json.dumps({"messages": turns}) + "\n" for turns in asked)
+        (file := folder / "eval.jsonl").write_text(lines)
         sections: dict[str, Any] = {
             "target": {"path": bench.example.spec.path, "device": "cpu"},
             "data": {"eval": str(file)} if held_out else {},
             "eval": {**self.options, "name": offer.name, "plugin": plugin},
             "plugins": extras,
         }
-        base = Path(bench.example.spec.path).parents[1]
-        with open_run(base, folder, self.plugin, **sections) as run:
+        with open_run(bench.folder, folder, self.plugin, **sections) as run:
             yield Measuring(run, run.evaluation(), bench)
 
     @pytest.fixture
@@ -92,8 +95,7 @@ class EvaluationSuite(Suite):
         report = opened.report(opened.bench.trained.draft)
         assert json.loads(json.dumps(report.to_json(), allow_nan=False)), "it says nothing"
         lines = report.lines()
-        assert lines
-        assert all(isinstance(part, str) for line in lines for part in line), lines
+        assert {isinstance(part, str) for line in lines for part in line} == {True}, lines
         report.write(tmp_path / "report")
         written = [json.loads(file.read_text()) for file in (tmp_path / "report").glob("*.json")]
         assert json.loads(json.dumps(report.to_json())) in written
