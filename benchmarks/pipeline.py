@@ -101,7 +101,8 @@ def measure(variant: str, config: Path) -> None:
     mean = statistics.mean(step)
     print(
         f"{variant:12} {statistics.median(step):.3f}  {mean:.3f} {statistics.median(wait):.3f} "
-        f"{rows / mean:7.1f} {tokens / sum(step):9,.0f} {device / 2**30:9.1f} {host / 2**30:9.1f} {whole:9.0f}",
+        f"{rows / mean:7.1f} {tokens / sum(step):9,.0f} {device / 2**30:9.1f} "
+        f"{host / 2**30:9.1f} {whole:9.0f}",
         flush=True,
     )
     shutil.rmtree(run)
