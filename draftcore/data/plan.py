@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -56,7 +55,7 @@ class Plan:
         self.cut = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
         # What the order depends on. `epochs` and `max_steps` only say where it stops.
         self.key = hashlib.sha256(f"{self.cut} {accumulate} {seed}".encode()).hexdigest()
-        self.batches = self._cut_rows(batch_tokens or math.inf)
+        self.batches = self._cut_rows(batch_tokens or 10**18)
         self.steps_per_epoch = -(-len(self.batches) // accumulate)
         steps = epochs * self.steps_per_epoch
         self.total_steps = steps if max_steps is None else min(steps, max_steps)
@@ -95,19 +94,19 @@ class Plan:
         sizes = sorted(int(self.lengths[list(rows)].sum()) for rows in self.batches)
         return sum(sizes[-count:])
 
-    def _cut_rows(self, most: float) -> tuple[tuple[int, ...], ...]:
+    def _cut_rows(self, most: int) -> tuple[tuple[int, ...], ...]:
         """Cut rows into batches of `most` tokens at most, with padding; a longer row has one of its own."""
-        count, batches = len(self.lengths), list[tuple[int, ...]]()
+        count, batches = len(self.lengths), list[list[int]]()
         shuffled = _permutation(np.random.PCG64(int(self.cut[:16], 16)), count)
         by = self.lengths * count + np.arange(count)  # rows of one length: in their own order
         for some in _sorted(shuffled, by, CUT_WINDOW * self.batch):
-            rows, lengths, first = some.tolist(), self.lengths[some].tolist(), 0
-            for at in range(1, len(rows) + 1):
-                size = at - first
-                if at == len(rows) or size == self.batch or (size + 1) * lengths[at] > most:
-                    batches.append(tuple(rows[first:at]))
-                    first = at
-        return tuple(batches)
+            batches.append([])
+            for row, longest in zip(some.tolist(), self.lengths[some].tolist(), strict=True):
+                size = len(batches[-1])
+                if size == self.batch or (size and (size + 1) * longest > most):
+                    batches.append([])
+                batches[-1].append(row)
+        return tuple(map(tuple, batches))
 
     def _order_epoch(self, epoch: int) -> list[Indices]:
         """Return the batches of each step of an epoch; depends on (seed, epoch) only."""

@@ -29,8 +29,8 @@ def steps_of(plan: Plan) -> list[tuple[PlannedBatch, ...]]:
 def test_each_epoch_uses_each_row_exactly_once(case: int) -> None:
     draw = random.Random(case)
     rows, batch, accumulate = draw.randint(1, 70), draw.randint(1, 9), draw.randint(1, 5)
-    sizes = {"batch": batch, "batch_tokens": draw.choice([None, 900]), "accumulate": accumulate}
-    plan = make_plan(rows, **sizes, seed=case, epochs=3)
+    given = {"batch": batch, "accumulate": accumulate, "seed": case, "epochs": 3}
+    plan = make_plan(rows, "data", **given, batch_tokens=draw.choice([None, 900]))
     uses = list(plan.uses(0))
     for epoch in (1, 2, 3):
         used = [row for one in uses if one.epoch == epoch for row in one.rows]

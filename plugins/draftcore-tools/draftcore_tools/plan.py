@@ -96,8 +96,8 @@ class RunPlan:
         for label, (size, share) in self.vocabulary.items():
             said = f"{size:,} tokens cover {share:.2%} of what is learned"
             yield f"draft vocabulary {label}".rstrip(), said
-        size = f"{self.batch_tokens:,} tokens" if self.batch_tokens else self.batch
-        padding = f"{self.padding:.1%} of a batch of {size} is padding"
+        of = f"{self.batch_tokens:,} tokens" if self.batch_tokens else str(self.batch)
+        padding = f"{self.padding:.1%} of a batch of {of} is padding"
         yield "steps", f"{self.steps:,} in {self.epochs} epoch{'s' * (self.epochs > 1)}, {padding}"
         if self.store_bytes:
             free = f", {format_size(self.disk_free)} are free there" if self.disk_free else ""
