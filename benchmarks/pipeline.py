@@ -51,7 +51,7 @@ VARIANTS: dict[str, list[str]] = {
     "producer": ["topology.producers=1"],
     "ranks": ["topology.ranks=2", "train.accumulate=2"],
     "mixed": [MIXED, *COMPILED],
-    "mixed-tokens": [MIXED, "train.batch=512", "train.batch_tokens=8192", *COMPILED],
+    "mixed-tokens": [MIXED, "train.batch=256", "train.batch_tokens=8192", *COMPILED],
     "mixed-ranks": [MIXED, "topology.ranks=2", "train.accumulate=2"],
 }
 
