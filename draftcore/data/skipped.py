@@ -30,7 +30,6 @@ class Skipped(dict[int, str]):
         self.update(reasons)
         if len(self) > self.most:
             first = "\n".join(f"  row {row}: {reason}" for row, reason in list(self.items())[:8])
-            raise DraftcoreError(
-                f"{len(self)} rows cannot be trained on, and {self.most} may be skipped\n{first}\n"
-                "  mend the cause, leave the rows out of the data, or raise data.max_skipped"
-            )
+            problem = f"{len(self)} rows cannot be trained on, and {self.most} may be skipped"
+            remedy = "mend the cause, leave the rows out of the data, or raise data.max_skipped"
+            raise DraftcoreError(f"{problem}\n{first}\n  {remedy}")
