@@ -95,8 +95,8 @@ class Loader:
         with torch.cuda.stream(stream):
             for sample in loaded.samples:
                 text = sample.token_ids_T.clone(), sample.loss_mask_T.clone()
-                pinned = ((name, value.pin_memory()) for name, value in sample.features.items())
-                features = {n: value.to(self.device, non_blocking=True) for n, value in pinned}
+                pinned = {name: value.pin_memory() for name, value in sample.features.items()}
+                features = {n: x.to(self.device, non_blocking=True) for n, x in pinned.items()}
                 samples.append(Sample(sample.id, *text, features))
         for value in (value for sample in samples for value in sample.features.values()):
             value.record_stream(torch.cuda.default_stream(self.device))  # that trains

@@ -107,8 +107,8 @@ class Run(OpenRun):
     def largest_batch(self) -> dict[str, int]:
         """Return the `rows` of a batch of the `longest` ones, and their tokens."""
         train, longest = self.config.train, self.data.longest
-        rows = min(train.batch, max(1, (train.batch_tokens or 10**9) // longest))
-        return {"rows": rows, "longest": longest}
+        most = max(1, (train.batch_tokens or 10**9) // longest)
+        return {"rows": min(train.batch, most), "longest": longest}
 
     def evaluation(self) -> Evaluation:
         """Open what measures drafts; one for all of them."""

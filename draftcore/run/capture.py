@@ -60,8 +60,7 @@ def fill_store(
         write_manifest(run, features, samples, skipped, complete=False)
         return lacking
 
-    lacking, before = ranks.on_rank0(begin), set(skipped)
-    share = lacking[ranks.rank :: ranks.size]
+    share, before = ranks.on_rank0(begin)[ranks.rank :: ranks.size], set(skipped)
     with ranks.raise_on_all(), ExitStack() as stack:
         total, done = len(needed), len(needed) - len(share)
         progress = stack.enter_context(Progress(total, done, "capturing", shown=not ranks.rank))
