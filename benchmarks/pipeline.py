@@ -4,9 +4,10 @@
 
 The target is random and Qwen3-8B-shaped, written to shared memory once; batches are 8 rows of about
 1,000 tokens, or of 50 to 4,000 (`mixed`), half of them supervised; EAGLE-3, bf16. Each variant is
-`draftcore train` in processes of its own. The first 20 steps do not count. Variants: colocated,
-compiled (target and draft), domino (compiled too), file (all is captured into a durable store first,
-which then feeds), producer (one, and one trainer), ranks (two), mixed, mixed-ranks.
+`draftcore train` in processes of its own. The first 20 steps do not count, nor do those that compile.
+Variants: colocated, compiled (target and draft; so are domino and mixed), file (all is captured into a
+durable store first, which then feeds), producer (one, and one trainer), ranks (two), mixed,
+mixed-tokens (batches cut by tokens), mixed-ranks.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def run_finished(run, step, reason):
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (run / "peak.json").write_text(json.dumps([peak, host]))
 """
+MIXED = "data.train={folder}/mixed.jsonl"
 COMPILED = ["runner.prefill.name=compiled", "train.compile=on"]  # target and draft
 VARIANTS: dict[str, list[str]] = {
     "colocated": [],
@@ -48,8 +50,9 @@ VARIANTS: dict[str, list[str]] = {
     "file": ["store=file:{folder}/features"],
     "producer": ["topology.producers=1"],
     "ranks": ["topology.ranks=2", "train.accumulate=2"],
-    "mixed": ["data.train={folder}/mixed.jsonl"],
-    "mixed-ranks": ["data.train={folder}/mixed.jsonl", "topology.ranks=2", "train.accumulate=2"],
+    "mixed": [MIXED, *COMPILED],
+    "mixed-tokens": [MIXED, "train.batch=256", "train.batch_tokens=8192", *COMPILED],
+    "mixed-ranks": [MIXED, "topology.ranks=2", "train.accumulate=2"],
 }
 
 
@@ -64,7 +67,10 @@ def main() -> None:
         print(
             f"matrix products of the target, 8 x 1,000 tokens: {products(config):.3f} s", flush=True
         )
-        print("variant      step  mean  wait  rows/s  device GiB  host GiB  whole s", flush=True)
+        print(
+            "variant      step  mean  wait  rows/s  tokens/s  device GiB  host GiB  whole s",
+            flush=True,
+        )
         for variant in given.variants:
             measure(variant, config)
     finally:
@@ -85,14 +91,18 @@ def measure(variant: str, config: Path) -> None:
         print(f"{variant}: {done.stdout[-2000:]}", flush=True)
         return
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    graphs = [0, *(line.get("compilations", 0) for line in lines)]
+    lines = [line for at, line in enumerate(lines) if graphs[at] == graphs[at + 1]]
     lines = lines[min(FIRST, len(lines) // 2) :]
     step, wait = [one["seconds"] for one in lines], [one["fetch_seconds"] for one in lines]
-    rows = 8 * (2 if variant.endswith("ranks") else 1)
+    tokens = sum(one["tokens"] for one in lines)
+    rows = float("nan") if "tokens" in variant else 8 * (2 if variant.endswith("ranks") else 1)
     device, host = json.loads((run / "peak.json").read_text())
     mean = statistics.mean(step)
     print(
-        f"{variant:11}  {statistics.median(step):.3f}  {mean:.3f} {statistics.median(wait):.3f} "
-        f"{rows / mean:7.1f} {device / 2**30:9.1f} {host / 2**30:9.1f} {whole:9.0f}",
+        f"{variant:12} {statistics.median(step):.3f}  {mean:.3f} {statistics.median(wait):.3f} "
+        f"{rows / mean:7.1f} {tokens / sum(step):9,.0f} {device / 2**30:9.1f} "
+        f"{host / 2**30:9.1f} {whole:9.0f}",
         flush=True,
     )
     shutil.rmtree(run)

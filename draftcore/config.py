@@ -20,6 +20,7 @@ from draftcore.uris import require_no_secret
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
+Whole = Annotated[int, Field(ge=0, le=10**9)]
 Few = Annotated[int, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Label = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=99)]  # a folder in the run's
@@ -93,6 +94,7 @@ class TrainConfig(TuningConfig):
     epochs: Free[Count] = 1
     max_steps: Free[Count | None] = Field(None, description="stop after this many steps")
     batch: Count = Field(8, description="rows captured and trained together")
+    batch_tokens: Count | None = Field(None, description="tokens of a batch at most, padded")
     accumulate: Free[Count | None] = Field(None, description="batches a step; unset: one a rank")
     prefetch: Free[Count | None] = Field(None, description="batches ready a rank; unset: 2 or more")
     shard: Free[bool] = Field(False, description="shard drafts over ranks, by FSDP2")
@@ -102,11 +104,9 @@ class TrainConfig(TuningConfig):
     log_every: Free[Count] = Field(10, description="steps per line of metrics.jsonl")
     checkpoint_every: Free[Count] = Field(500, description="steps between checkpoints")
     keep_checkpoints: Free[Count] = 2
-    eval_every: Free[int | None] = Field(
-        None, ge=0, le=10**9, description="steps between evaluations; unset: an epoch; 0: none"
-    )
+    eval_every: Free[Whole | None] = Field(None, description="in steps; unset: an epoch; 0: never")
     eval_samples: Free[Count] = Field(64, description="samples whose loss is measured each time")
-    eval_prompts: Free[int] = Field(8, ge=0, le=10**9, description="prompts decoded; 0 is none")
+    eval_prompts: Free[Whole] = Field(8, description="prompts decoded; 0 is none")
     rank_timeout: Free[float] = Field(300, gt=0, le=1e6, description="seconds of silence at most")
 
 

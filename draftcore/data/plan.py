@@ -4,8 +4,9 @@ A pure function of (rows, lengths, settings): any step of any epoch can be asked
 checkpoint stores one number, and a restart or another rank sees the same plan.
 
 The *cut* makes batches once: rows shuffled by the dataset's fingerprint, sorted by length within
-windows, cut. It depends on the dataset and `batch` alone, because padding and batch size change the
-last bits of a forward pass. The *order* of an epoch:
+windows, cut after `batch` rows, or before a batch would have more than `batch_tokens` tokens. It depends
+on the dataset and these two alone, because padding and batch size change the last bits of a forward
+pass. The *order* of an epoch:
 
     batches shuffled by the seed -> sorted by padded tokens within windows of 64 steps
       -> cut into steps -> steps shuffled
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from draftcore.contracts.run import PlannedBatch
 
+Indices = NDArray[np.int64]
 VERSION = 2
 CUT_WINDOW = 512  # batches whose rows are sorted by length together
 STEP_WINDOW = 64  # steps whose batches are sorted by padded tokens together
@@ -36,21 +38,24 @@ STEP_WINDOW = 64  # steps whose batches are sorted by padded tokens together
 class Plan:
     """Batches and steps for rows 0..n-1 of a dataset.
 
-    `lengths` are in tokens, `batch` counts rows per batch and `accumulate` batches per step. The run
-    has `epochs` epochs, or `max_steps` steps where that is less. `tokens` are those of each batch, padded.
+    `lengths` are in tokens. A batch has `batch` rows, fewer where these would have more than `batch_tokens`
+    tokens with padding, and one at least; a step has `accumulate` batches. The run has `epochs` epochs, or
+    `max_steps` steps where that is less. `tokens` are those of each batch, padded.
     """
 
     def __init__(
         self, feature_ids: Sequence[str], lengths: Sequence[int], *, batch: int, accumulate: int,
-        seed: int, epochs: int = 1, max_steps: int | None = None,
+        seed: int, epochs: int = 1, max_steps: int | None = None, batch_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.feature_ids, self.lengths = tuple(feature_ids), np.asarray(lengths, dtype=np.int64)
-        self.batch, self.accumulate, self.seed = batch, accumulate, seed
+        self.batch, self.batch_tokens = batch, batch_tokens
+        self.accumulate, self.seed = accumulate, seed
         rows = ["draftcore-plan", VERSION, self.feature_ids, self.lengths.tolist(), batch]
+        rows += [batch_tokens] if batch_tokens else []
         self.cut = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
         # What the order depends on. `epochs` and `max_steps` only say where it stops.
         self.key = hashlib.sha256(f"{self.cut} {accumulate} {seed}".encode()).hexdigest()
-        self.batches = self._cut_rows()
+        self.batches = self._cut_rows(batch_tokens or 10**18)
         self.steps_per_epoch = -(-len(self.batches) // accumulate)
         steps = epochs * self.steps_per_epoch
         self.total_steps = steps if max_steps is None else min(steps, max_steps)
@@ -77,10 +82,8 @@ class Plan:
     def rows_before(self, index: int) -> int:
         """Return how many uses of rows the steps before this one have."""
         epoch, at = divmod(index, self.steps_per_epoch)
-        uses = epoch * len(self.feature_ids)
-        if at:
-            uses += sum(len(self.batches[i]) for step in self._epoch(epoch)[:at] for i in step)
-        return uses
+        steps = self._epoch(epoch)[:at]
+        return epoch * len(self.feature_ids) + sum(len(self.batches[i]) for s in steps for i in s)
 
     def padded(self, rows: Sequence[int]) -> int:
         """Return the tokens of the longest of these rows."""
@@ -91,33 +94,38 @@ class Plan:
         sizes = sorted(int(self.lengths[list(rows)].sum()) for rows in self.batches)
         return sum(sizes[-count:])
 
-    def _cut_rows(self) -> tuple[tuple[int, ...], ...]:
-        count = len(self.lengths)
+    def _cut_rows(self, most: int) -> tuple[tuple[int, ...], ...]:
+        """Cut rows into batches of `most` tokens at most, with padding; a longer row has one of its own."""
+        count, batches = len(self.lengths), list[list[int]]()
         shuffled = _permutation(np.random.PCG64(int(self.cut[:16], 16)), count)
         by = self.lengths * count + np.arange(count)  # rows of one length: in their own order
-        return tuple(tuple(rows.tolist()) for rows in _parts(shuffled, by, self.batch, CUT_WINDOW))
+        for some in _sorted(shuffled, by, CUT_WINDOW * self.batch):
+            batches.append([])
+            for row, longest in zip(some.tolist(), self.lengths[some].tolist(), strict=True):
+                size = len(batches[-1])
+                if size == self.batch or (size and (size + 1) * longest > most):
+                    batches.append([])
+                batches[-1].append(row)
+        return tuple(map(tuple, batches))
 
-    def _order_epoch(self, epoch: int) -> list[NDArray[np.int64]]:
+    def _order_epoch(self, epoch: int) -> list[Indices]:
         """Return the batches of each step of an epoch; depends on (seed, epoch) only."""
         bits = np.random.PCG64([self.seed, epoch])
         shuffled = _permutation(bits, len(self.batches))
-        steps = _parts(shuffled, self.tokens, self.accumulate, STEP_WINDOW)
-        whole = len(self.batches) // self.accumulate  # a shorter step stays last in the epoch
+        size, steps = self.accumulate, list[Indices]()
+        for some in _sorted(shuffled, self.tokens, STEP_WINDOW * size):
+            steps += [some[at : at + size] for at in range(0, len(some), size)]
+        whole = len(self.batches) // size  # a shorter step stays last in the epoch
         return [steps[at] for at in _permutation(bits, whole)] + steps[whole:]
 
 
-def _parts(
-    shuffled: NDArray[np.int64], by: NDArray[np.int64], size: int, window: int
-) -> list[NDArray[np.int64]]:
-    """Sort within windows of so many parts, and cut into parts of this size."""
-    parts: list[NDArray[np.int64]] = []
-    for start in range(0, len(shuffled), window * size):
-        some = shuffled[start : start + window * size]
-        some = some[np.argsort(by[some], kind="stable")]
-        parts += [some[at : at + size] for at in range(0, len(some), size)]
-    return parts
+def _sorted(shuffled: Indices, by: Indices, window: int) -> Iterator[Indices]:
+    """Yield windows of so many, each sorted."""
+    for start in range(0, len(shuffled), window):
+        some = shuffled[start : start + window]
+        yield some[np.argsort(by[some], kind="stable")]
 
 
-def _permutation(bits: np.random.PCG64, size: int) -> NDArray[np.int64]:
+def _permutation(bits: np.random.PCG64, size: int) -> Indices:
     """Return a random order of range(size) that is the same with every numpy."""
     return np.argsort(bits.random_raw(size), kind="stable").astype(np.int64)

@@ -23,10 +23,9 @@ class StoredSamples:
         self.summary = DataSummary.from_json(manifest["summary"])
 
     def tokens(self, row: int) -> NDArray[np.int64]:
-        raise DraftcoreError(
-            f"sample {self.feature_ids[row]} is missing from the store, whose capture was complete\n"
-            "  its files were changed since: copy the store again, or set data.train to recapture"
-        )
+        problem = f"sample {self.feature_ids[row]} is missing from the store, which was complete"
+        remedy = "its files were changed: copy the store again, or set data.train to recapture"
+        raise DraftcoreError(f"{problem}\n  {remedy}")
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
         return self.tokens(row).astype(np.bool_)

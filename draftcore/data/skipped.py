@@ -24,13 +24,11 @@ class Skipped(dict[int, str]):
         """Skip rows. Raises DraftcoreError where they are more than may be, or none."""
         if not reasons:
             raise DraftcoreError("a capture refused rows of a batch and named none of them")
-        for row, reason in reasons.items():
-            if row not in self:
-                logger.warning("row %s is skipped: %s", row, reason)
+        for row in sorted(reasons.keys() - self.keys()):
+            logger.warning("row %s is skipped: %s", row, reasons[row])
         self.update(reasons)
         if len(self) > self.most:
             first = "\n".join(f"  row {row}: {reason}" for row, reason in list(self.items())[:8])
-            raise DraftcoreError(
-                f"{len(self)} rows cannot be trained on, and {self.most} may be skipped\n{first}\n"
-                "  mend the cause, leave the rows out of the data, or raise data.max_skipped"
-            )
+            problem = f"{len(self)} rows cannot be trained on, and {self.most} may be skipped"
+            remedy = "mend the cause, leave the rows out of the data, or raise data.max_skipped"
+            raise DraftcoreError(f"{problem}\n{first}\n  {remedy}")

@@ -87,8 +87,7 @@ class Run(OpenRun):
             )
         self.prefill: Runner | None = None
         if (runner := config.runner.prefill) is not None:
-            sizes = {"rows": config.train.batch, "longest": self.data.longest}
-            self.prefill = self.open_runner("prefill", runner, **sizes)
+            self.prefill = self.open_runner("prefill", runner, **self.largest_batch())
             self.target.prefill_with = self.prefill.prefill
         if self.target.is_multimodal:
             self.target.images = self.data.images
@@ -104,6 +103,12 @@ class Run(OpenRun):
         """The rows of the run; opened when they are first asked for."""
         bound = self.select("samples", section := self.config.data)
         return bound.hook.samples(name=section.name, run=self, options=bound.options)
+
+    def largest_batch(self) -> dict[str, int]:
+        """Return the `rows` of a batch of the `longest` ones, and their tokens."""
+        train, longest = self.config.train, self.data.longest
+        most = max(1, (train.batch_tokens or 10**9) // longest)
+        return {"rows": min(train.batch, most), "longest": longest}
 
     def evaluation(self) -> Evaluation:
         """Open what measures drafts; one for all of them."""
@@ -195,10 +200,9 @@ class Run(OpenRun):
             "train.batch": config.train.batch,
             **target.settings,
         }
-        if request.topk:
-            settings["topk"] = request.topk
-        if options := changed_options(self.capture.options):
-            settings["capture.options"] = options
+        beside = {"topk": request.topk, "capture.options": changed_options(self.capture.options)}
+        beside["train.batch_tokens"] = config.train.batch_tokens
+        settings |= {name: value for name, value in beside.items() if value}
         if config.target.name != catalog.default("target"):
             settings["target.name"] = config.target.name
         if (runner := config.runner.prefill) is not None:
@@ -258,12 +262,14 @@ class Run(OpenRun):
             return
         options = {k: n for d in self.drafts if d.options for k, n in vars(d.options).items()}
         counts = [f"algorithm.options.{k}={n}, " for k, n in options.items() if type(n) is int]
-        _, step = self.step_memory([self.data.longest] * self.config.train.batch)
+        train, (rows, longest) = self.config.train, self.largest_batch().values()
+        limit = f"train.batch_tokens={train.batch_tokens}, " * bool(train.batch_tokens)
+        _, step = self.step_memory([longest] * rows)
         taken = f", where a step takes up to {format_size(step)} beside weights" * (step > 0)
         free = format_size(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         raise DraftcoreError(
             f"{' '.join(re.split(r'(?<=[.]) ', raised(error))[:3])}\n"
-            f"  asked: train.batch={self.config.train.batch}, data.max_length={self.data.longest}, "
+            f"  asked: {limit}train.batch={train.batch}, data.max_length={longest}, "
             f"{''.join(counts)}vocabulary {self.target.vocab_size}{taken}; free beside GPUs: {free}\n"
             "  lower these, in this order, in another run folder, and eval.batch to evaluate; or set "
             "topology.producers, to capture in other processes, or train.shard, to divide drafts\n"

@@ -54,16 +54,13 @@ def fill_store(
         tokens = sum(int(plan.lengths[row]) for i in lacking for row in plan.batches[i])
         need, free = tokens * features.request.token_bytes(run.width), store.stats().free_bytes
         if free is not None and need > free:
-            raise DraftcoreError(
-                f"the features need {format_size(need)}, {store.uri} has {format_size(free)} free\n"
-                "  choose another store folder, lower data.limit, or train with store=auto, "
-                "which captures on the way"
-            )
+            sizes = f"need {format_size(need)}, {store.uri} has {format_size(free)} free"
+            remedy = "choose another folder, lower data.limit, or set store=auto, which keeps none"
+            raise DraftcoreError(f"the features {sizes}\n  {remedy}")
         write_manifest(run, features, samples, skipped, complete=False)
         return lacking
 
-    lacking, before = ranks.on_rank0(begin), set(skipped)
-    share = lacking[ranks.rank :: ranks.size]
+    share, before = ranks.on_rank0(begin)[ranks.rank :: ranks.size], set(skipped)
     with ranks.raise_on_all(), ExitStack() as stack:
         total, done = len(needed), len(needed) - len(share)
         progress = stack.enter_context(Progress(total, done, "capturing", shown=not ranks.rank))

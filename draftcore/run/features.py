@@ -83,10 +83,10 @@ def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Feature
     if alike and {*request.names} <= {*stored.names}:  # it holds all that is asked for
         features.request, features.provenance = stored, run.provenance(stored)
     ours, theirs = features.provenance, features.manifest["provenance"]
-    wanted, there = json.loads(ours), json.loads(theirs)
-    if features.complete:  # whose batches may be of another size
-        wanted["train.batch"] = there.get("train.batch")
-    if wanted != there:
+    here, there = json.loads(ours), json.loads(theirs)
+    # Batches of a complete store may be of another size.
+    free = {"train.batch", "train.batch_tokens"} if features.complete else set()
+    if any(here.get(name) != there.get(name) for name in {*here, *there} - free):
         raise UsageError(
             f"the store {uri!r} holds features that this run cannot use\n"
             f"{differences(ours, theirs, 'in the store')}\n"
@@ -160,8 +160,6 @@ def open_samples(run: Run, features: Features) -> Samples:
 
 
 def make_plan(run: Run, samples: Samples, accumulate: int = 1) -> Plan:
-    train = run.config.train
-    return Plan(
-        samples.feature_ids, samples.lengths.tolist(), batch=train.batch, accumulate=accumulate,
-        seed=train.seed, epochs=train.epochs, max_steps=train.max_steps,
-    )  # fmt: skip
+    keys = {"batch", "batch_tokens", "seed", "epochs", "max_steps"}
+    settings: dict[str, Any] = run.config.train.model_dump(include=keys)
+    return Plan(samples.feature_ids, samples.lengths.tolist(), accumulate=accumulate, **settings)

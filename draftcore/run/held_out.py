@@ -14,13 +14,12 @@ import torch
 
 from draftcore.contracts.algorithm import Draft, Sample, StepContext
 from draftcore.contracts.capture import BadRows
-from draftcore.data.plan import Plan
 from draftcore.data.samples import batch_of
 from draftcore.errors import UsageError
 from draftcore.features.checks import require_finite
 from draftcore.features.loader import samples_of
 from draftcore.run import DraftRun, Run
-from draftcore.run.features import Features
+from draftcore.run.features import Features, make_plan
 from draftcore.training.loop import collate
 from draftcore.training.metrics import fetch, ratios, totals
 
@@ -47,26 +46,25 @@ class HeldOut:
             raise UsageError(f"{error}\n  train.eval_every=0 trains without these rows") from None
 
     @functools.cached_property
-    def samples(self) -> list[Sample]:
-        """The held-out samples; captured when they are first asked for."""
-        rows, size = self.rows, self.run.config.train.batch
-        plan = Plan(rows.feature_ids, rows.lengths.tolist(), batch=size, accumulate=1, seed=0)
-        by_row = dict[int, Sample]()
+    def batches(self) -> list[list[Sample]]:
+        """The held-out batches; captured when they are first asked for."""
+        rows, batches = self.rows, list[list[Sample]]()
+        cut = enumerate(make_plan(self.run, rows).batches)
         with contextlib.closing(self.run.open_capture(self.request, rows)) as capture:
-            for captured in capture.features(batch_of(*b, rows) for b in enumerate(plan.batches)):
+            for captured in capture.features(batch_of(*batch, rows) for batch in cut):
                 try:
                     require_finite(captured)
                 except BadRows as error:
                     raise UsageError(f"held-out rows of {self.run.data.eval}: {error}") from None
-                by_row |= zip(captured.batch.rows, samples_of(captured, rows, 1), strict=True)
-        return [by_row[row] for row in sorted(by_row)]
+                batches.append(samples_of(captured, rows, 1))
+        return batches
 
     def evaluate(self, draft: DraftRun, built: Draft, context: StepContext) -> dict[str, Any]:
         """Return held-out loss and metrics, what the evaluation found, and what plugins add to it.
 
         Works on rank 0 alone.
         """
-        was_training, outputs, size = built.module.training, [], draft.config.train.batch
+        was_training, outputs = built.module.training, []
         hook, request = draft.algorithm.hook, draft.request()
         asked = {"draft": built, "context": context, "options": draft.options}
         devices = [self.device] if self.device.type == "cuda" else []
@@ -75,8 +73,8 @@ class HeldOut:
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             built.module.eval()
             with torch.compiler.set_stance("force_eager"):
-                for start in range(0, len(self.samples), size):
-                    batch = collate(draft, request, self.samples[start : start + size], self.device)
+                for samples in self.batches:
+                    batch = collate(draft, request, samples, self.device)
                     outputs.append(hook.forward_loss(batch=batch, **asked))
             report = dict[str, Any](ratios([fetch(totals(outputs))()]))
             if measure := self.more.get(draft.label):

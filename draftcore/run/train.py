@@ -114,7 +114,8 @@ def say_beginning(parts: TrainerParts, say: Callable[[str], None]) -> None:
         say(f"{draft.prefix}{about}trained in {trainer.precision} on {trainer.device}")
     if parts.first_step < total:
         batches, rows = plan.accumulate, plan.accumulate * plan.batch
-        say(f"a step: {plural(batches, 'batch')}, {plural(rows, 'row')}")
+        limit = f" or {batches * plan.batch_tokens:,} tokens at most" if plan.batch_tokens else ""
+        say(f"a step: {plural(batches, 'batch')}, {plural(rows, 'row')}{limit}")
 
 
 def say_end(

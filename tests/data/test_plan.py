@@ -29,26 +29,25 @@ def steps_of(plan: Plan) -> list[tuple[PlannedBatch, ...]]:
 def test_each_epoch_uses_each_row_exactly_once(case: int) -> None:
     draw = random.Random(case)
     rows, batch, accumulate = draw.randint(1, 70), draw.randint(1, 9), draw.randint(1, 5)
-    plan = make_plan(rows, batch=batch, accumulate=accumulate, seed=case, epochs=3)
+    given = {"batch": batch, "accumulate": accumulate, "seed": case, "epochs": 3}
+    plan = make_plan(rows, "data", **given, batch_tokens=draw.choice([None, 900]))
     uses = list(plan.uses(0))
     for epoch in (1, 2, 3):
         used = [row for one in uses if one.epoch == epoch for row in one.rows]
         assert sorted(used) == list(range(rows))
     assert [one.position for one in uses] == list(range(3 * len(plan.batches)))
     assert [one.rows for one in uses] == [plan.batches[one.index] for one in uses]
-    assert sum(len(rows) < batch for rows in plan.batches) <= 1  # the last of the cut
+    short = sum(len(rows) < batch for rows in plan.batches)
+    assert short <= 1 or plan.batch_tokens  # the last of the cut
+    whole, rest = divmod(len(plan.batches), accumulate)  # the last step of an epoch may have fewer
+    places = [*[list(range(accumulate))] * whole, *[list(range(rest))] * (rest > 0)]
+    assert [[one.place for one in step] for step in steps_of(plan)] == places * 3
     before = [plan.rows_before(index) for index in range(plan.total_steps + 1)]
     in_step = [sum(len(one.rows) for one in step) for step in steps_of(plan)]
     assert before == [0, *itertools.accumulate(in_step)]
 
 
-def test_a_step_has_accumulate_batches_and_the_last_of_an_epoch_may_have_fewer() -> None:
-    steps = steps_of(make_plan(50, batch=4, accumulate=3, epochs=2))
-    assert [len(step) for step in steps] == [3, 3, 3, 3, 1] * 2
-    assert all([one.place for one in step] == list(range(len(step))) for step in steps)
-
-
-def test_the_cut_depends_on_rows_lengths_and_batch_alone() -> None:
+def test_the_cut_depends_on_rows_lengths_and_size_alone() -> None:
     plan = make_plan(1200, batch=1)  # more rows than are sorted together
     for key, value in {"seed": 9, "accumulate": 5, "epochs": 4, "max_steps": 2}.items():
         settings: dict[str, Any] = {"batch": 1, key: value}
@@ -56,8 +55,8 @@ def test_the_cut_depends_on_rows_lengths_and_batch_alone() -> None:
         assert (other.batches, other.cut) == (plan.batches, plan.cut)
     lengths = [*plan.lengths.tolist()[:-1], 401]
     longer = Plan(plan.feature_ids, lengths, batch=1, accumulate=3, seed=7)
-    renamed = make_plan(1200, batch=1, name="other")
-    for other in (make_plan(1201, batch=1), make_plan(1200, batch=2), longer, renamed):
+    renamed, even = make_plan(1200, batch=1, name="other"), make_plan(1200, batch=1, batch_tokens=9)
+    for other in (make_plan(1201, batch=1), make_plan(1200, batch=2), longer, renamed, even):
         assert other.cut != plan.cut
         assert other.batches != plan.batches
 
@@ -67,6 +66,17 @@ def test_what_a_batch_takes_is_known_from_the_lengths() -> None:
     assert plan.padded((0, 3)) == 9
     assert sorted(map(plan.padded, plan.batches)) == [3, 7, 9]
     assert (plan.largest(1), plan.largest(2), plan.largest(9)) == (12, 21, 27)
+
+
+def test_a_batch_is_as_full_as_its_tokens_allow_and_a_longer_row_is_one_alone() -> None:
+    """So batches of rows of any length are alike: they take the same time, and the same memory."""
+    plan = make_plan(800, batch=99, batch_tokens=390)
+    alone = [rows for rows in plan.batches if plan.padded(rows) > 390]
+    assert {len(rows) for rows in alone} == {1}
+    assert plan.tokens.max() <= 400  # the longest row
+    for rows, after in itertools.pairwise(plan.batches):  # one more row would not have fitted
+        assert (len(rows) + 1) * plan.lengths[after[0]] > 390
+    assert max(map(len, make_plan(800, batch=7, batch_tokens=390).batches)) == 7
 
 
 def test_any_step_can_be_asked_for_directly() -> None:
@@ -100,6 +110,8 @@ def test_the_order_never_changes_between_versions() -> None:
     assert plan.batches == ((5, 2), (10, 7), (0, 9), (8, 3), (4, 6), (1,))
     order = [[one.index for one in step] for step in steps_of(plan)]
     assert order == [[5, 2], [3, 4], [0, 1], [0, 1], [5, 2], [3, 4]]
+    by_tokens = Plan(ids, lengths, batch=4, batch_tokens=15, accumulate=2, seed=1)
+    assert by_tokens.batches == ((5, 2, 10), (7, 0, 9), (8, 3), (4,), (6,), (1,))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -307,6 +307,7 @@ def test_a_run_goes_on_only_as_it_was_begun(trained: Project, tmp_path: Path) ->
     other_target = f"target.path={tiny_target(tmp_path / 'other', seed=5)}"
     refused(trained, "eval", other_target, says=["another target"])
     refused(trained, "train", "train.lr=0.1", says=["train.lr", "0.003", "0.1"])
+    refused(trained, "train", "train.batch_tokens=99", says=["batch_tokens: None then, 99 now"])
     for text in ("", "{}", "[]"):
         (trained.run / "run.json").write_text(text)
         refused(trained, "train", says=["run.json", "delete it", "another run folder"])

@@ -70,7 +70,7 @@ def test_features_made_with_other_settings_are_refused_and_what_differs_is_named
 ) -> None:
     """Also where they were stored alike. Several devices add up in another order than one.
 
-    A capture that cannot share a target says so; an option that changes no feature is no obstacle.
+    A capture that cannot share a target says so; other batches and another patience are no obstacle.
     """
     own = ("capture.name=hf", "capture.options={}")
     half = ("capture.dtype=bfloat16", f"store=file:{tmp_path}/half")
@@ -90,7 +90,7 @@ def test_features_made_with_other_settings_are_refused_and_what_differs_is_named
         assert refused.exit_code == 2
         assert says in refused.output
         assert "target:" not in refused.output
-    scaled.cli("train", "capture.options.patience=9", "train.max_steps=1")
+    scaled.cli("train", "capture.options.patience=9", "train.batch_tokens=99", "train.max_steps=1")
 
 
 def test_a_run_goes_on_with_options_that_change_no_feature_alone(scaled: Project) -> None:

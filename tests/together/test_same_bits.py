@@ -28,10 +28,10 @@ from draftcore.errors import ExitStatus
 from tests.ranks import listening
 from tests.together.conftest import BLOCKS, ODD, OPTIONS, WAIT, NewProject, Project, Start
 
-# Seven batches, of which the last is short, make steps of 2, 2, 2 and 1.
+# Seven batches, of five to one rows as tokens cut them, make steps of 2, 2, 2 and 1.
 TRAIN: dict[str, Any] = {
-    "batch": 4, "accumulate": 2, "epochs": 3, "schedule": "constant", "warmup_ratio": 0.0,
-    "eval_every": 6, "eval_samples": 3, "eval_prompts": 0,
+    "batch": 6, "batch_tokens": 208, "accumulate": 2, "epochs": 3, "schedule": "constant",
+    "warmup_ratio": 0.0, "eval_every": 6, "eval_samples": 3, "eval_prompts": 0,
 }  # fmt: skip
 STEPS, COSINE = 12, {"schedule": "cosine", "warmup_ratio": 0.2}
 EPOCH = {"epochs": 1, "eval_every": 2}
@@ -202,12 +202,8 @@ def test_a_run_that_was_hung_up_on_stopped_and_killed_goes_on(
     project.plugins = [ODD, tmp_path / "halt.py"]
     for producers in ("topology.producers=1", "topology.producers=0"):
         there, here = pty.openpty()
-        terminal: dict[str, Any] = {
-            "stdin": here,
-            "stdout": here,
-            "stderr": here,
-            "start_new_session": True,
-        }
+        terminal: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), here)
+        terminal["start_new_session"] = True
         terminal["preexec_fn"] = partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
         process, go_on = halt(project, monkeypatch, producers, **terminal)
         os.close(here)

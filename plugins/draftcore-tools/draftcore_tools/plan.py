@@ -37,6 +37,7 @@ CAPTURE, EAGER, COMPILED = 1.7, 2.1, 1.5
 COMPILED_MEMORY = 0.8  # of what a step takes uncompiled; 0.6 to 1.04 were measured
 COMPILED_STEPS = 1000  # from so many on `train.compile: auto` compiles on a GPU
 LAYER_SECONDS = 1e-3  # of a decoded token at least, however little is computed
+UNEVEN = 3  # times the median batch: the largest, from which a note says so
 ACCEPTED = 2.5  # tokens a round of a draft that nobody knows yet
 FEWER = {"num_anchors": (256, 128), "draft_vocab_size": (32_000,)}  # options that cost memory
 
@@ -65,6 +66,7 @@ class RunPlan:
     steps: int
     epochs: int
     batch: int
+    batch_tokens: int | None
     vocabulary: Mapping[str, tuple[int, float]]
     store: str
     store_bytes: int
@@ -94,7 +96,8 @@ class RunPlan:
         for label, (size, share) in self.vocabulary.items():
             said = f"{size:,} tokens cover {share:.2%} of what is learned"
             yield f"draft vocabulary {label}".rstrip(), said
-        padding = f"{self.padding:.1%} of a batch of {self.batch} is padding"
+        of = f"{self.batch_tokens:,} tokens" if self.batch_tokens else str(self.batch)
+        padding = f"{self.padding:.1%} of a batch of {of} is padding"
         yield "steps", f"{self.steps:,} in {self.epochs} epoch{'s' * (self.epochs > 1)}, {padding}"
         if self.store_bytes:
             free = f", {format_size(self.disk_free)} are free there" if self.disk_free else ""
@@ -141,8 +144,10 @@ def plan_run(
     samples, scale = read_rows(run, rows)
     summary, lengths, uri = samples.summary, samples.lengths, run.config.store
     accumulate = train.accumulate or run.config.topology.ranks
-    asked = {"batch": train.batch, "accumulate": accumulate, "seed": train.seed}
-    plan = Plan(samples.feature_ids, lengths.tolist(), **asked)
+    plan = Plan(
+        samples.feature_ids, lengths.tolist(), batch=train.batch, batch_tokens=train.batch_tokens,
+        accumulate=accumulate, seed=train.seed,
+    )  # fmt: skip
     steps = math.ceil(train.epochs * plan.steps_per_epoch * scale)
     steps = min(steps, train.max_steps or steps)
     median, p95, longest = np.quantile(lengths, [0.5, 0.95, 1], method="inverted_cdf").tolist()
@@ -164,6 +169,7 @@ def plan_run(
         steps=steps,
         epochs=train.epochs,
         batch=train.batch,
+        batch_tokens=train.batch_tokens,
         vocabulary={
             label: (size, sum(counts[:size]) / sum(counts)) for label, size in sizes.items() if size
         },
@@ -174,7 +180,7 @@ def plan_run(
         lower=tuple(memory.lower(total)) if total else (),
         hours=hours(run, memory, trained, summary.tokens * scale if stored else trained),
         sampled=len(lengths) if rows else None,
-        warnings=tuple(warnings(run, machine, samples, longest)),
+        warnings=tuple(warnings(run, machine, samples, plan, longest)),
     )
 
 
@@ -207,7 +213,8 @@ class Memory:
         self, run: OpenRun, machine: Device, plan: Plan, samples: Samples, steps: int
     ) -> None:
         train, target = run.config.train, run.config.target.options
-        self.run, self.machine, self.batch = run, machine, train.batch
+        self.run, self.machine = run, machine
+        self.batch, self.batch_tokens = train.batch, train.batch_tokens
         self.on_gpu, self.ahead = machine.name != "cpu", run.config.store == "auto"
         auto = self.on_gpu and steps >= COMPILED_STEPS and not train.shard
         self.compiled = auto if train.compile == "auto" else train.compile
@@ -279,6 +286,11 @@ class Memory:
             drafts = [with_train(draft, precision="bf16") for draft in drafts]
             self.steps = {draft.label: self.step(draft) for draft in drafts}
             yield "train.precision=bf16"
+        longest = max(map(len, self.masks))
+        while self.batch_tokens and self.batch_tokens > longest:
+            self.batch_tokens //= 2
+            self.batch = max(1, self.batch_tokens // longest)
+            yield f"train.batch_tokens={self.batch_tokens}"
         while self.batch > 1:
             self.batch //= 2
             yield f"train.batch={self.batch}"
@@ -341,7 +353,9 @@ def _duration(time: float) -> str:
 # ---------------------------------------------------------------- notes
 
 
-def warnings(run: OpenRun, machine: Device, samples: Samples, longest: int) -> Iterator[str]:
+def warnings(
+    run: OpenRun, machine: Device, samples: Samples, plan: Plan, longest: int
+) -> Iterator[str]:
     """Yield what a person should know of a run before it starts."""
     notes: Mapping[str, int] = getattr(getattr(samples, "report", None), "notes", {})
     yield from (note.format(count) for note, count in notes.items())
@@ -349,6 +363,12 @@ def warnings(run: OpenRun, machine: Device, samples: Samples, longest: int) -> I
         yield f"the capture {run.capture.offer.name!r} cannot work here: {lacks}"
     if machine.name != "cpu" and run.config.train.precision == "fp32":
         yield "train.precision is fp32: bf16 takes a fraction of the time on a GPU"
+    median, largest = int(np.median(plan.tokens)), int(plan.tokens.max())
+    if not plan.batch_tokens and largest > UNEVEN * median:
+        yield (
+            f"batches have {median:,} tokens in the median and up to {largest:,}: "
+            "train.batch_tokens, with a higher train.batch, makes them alike"
+        )
     if run.data.eval is None:
         yield "data.eval is not set: nothing held out is measured, and no best step kept"
     positions = getattr(run.target.text_config, "max_position_embeddings", None) or longest

@@ -73,9 +73,13 @@ def test_a_dry_run_says_what_the_plan_does_of_some_rows_as_of_all(big: Path, cli
     told = plan(yaml.safe_load(big.read_text()), device="h200", rows=8)  # as a program is told
     assert told.to_json()["memory"] == some["memory"]
     assert not (big.parent / "run").exists()
+    even = ("--device", "rtx5090", "train.batch=16", "train.batch_tokens=4000")
+    planned = json.loads(cli("plan", big, *even, "--json").stdout)
+    assert (planned["steps"], planned["lower"][0][0]) == (9, "train.batch_tokens=2000")
     said = cli("train", big, "--dry-run")
     assert said.exit_code == 0, said.output
     assert "12 in 3 epochs" in said.output
+    assert "train.batch_tokens, with a higher" in " ".join(said.output.split())
     assert "in a step, of which" in said.output
     assert {path.name for path in big.parent.glob("run/*")} == {"data"}
 
