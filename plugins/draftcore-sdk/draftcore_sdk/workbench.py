@@ -165,8 +165,13 @@ class Bench:
         if capability not in self.offer.capabilities:
             pytest.skip(f"the algorithm does not claim the capability {capability}")
 
+    def says(self, capability: str) -> bool:
+        """Whether it claims a capability, for any options or, as `NAME:CHOICE`, for one that is made."""
+        chosen = (name if value is True else value for name, value in self.options or ())
+        return bool({capability, *(f"{capability}:{one}" for one in chosen)} & self.offer.capabilities)
+
     def require_absent(self, capability: str, because: str) -> None:
-        if capability in self.offer.capabilities:
+        if self.says(capability):
             pytest.skip(f"the algorithm says {capability}: {because}")
 
     def claimed(self, prefix: str) -> list[str]:
@@ -263,11 +268,11 @@ class Bench:
         draft.module.eval()
         return draft
 
-    def shaken(self, width: float) -> Draft:
+    def shaken(self, width: float, data: DataSummary | None = None) -> Draft:
         """Build a draft with noise on all that is trained: fresh weights are small, and norms 1."""
-        draft = self.build()
+        draft = self.build(data=data)
         with global_seed(SEED), torch.no_grad():
-            for weight in (w for w in draft.module.parameters() if w.requires_grad):
+            for weight in trainable(draft).values():
                 weight.add_(torch.randn_like(weight), alpha=width)
         return draft
 
@@ -287,7 +292,7 @@ class Bench:
     def measure(self, *batches: DraftBatch, draft: Draft | None = None) -> Measured:
         """Sum up the loss and the gradient of micro-batches, as the trainer does."""
         draft = draft or self.draft
-        trained = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
+        trained = trainable(draft)
         output = as_ratio(summed([self.output(draft, batch) for batch in batches]))
         found: Sequence[Tensor | None] = [None] * len(trained)
         if output.numerator.requires_grad:
@@ -376,6 +381,11 @@ def global_seed(seed: int) -> Iterator[None]:
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def trainable(draft: Draft) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
 
 
 def snapshot(draft: Draft) -> dict[str, Tensor]:
