@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -479,10 +479,11 @@ class Training(Suite):
         for number, factor in enumerate((0.0, *told)):
             if number == RESUMED:
                 runs.append(begin(copy.deepcopy(trained_tensors(draft))))
-                for ours, theirs in zip(runs[1][1].param_groups, optimizer.param_groups, strict=True):
-                    ours |= {name: value for name, value in theirs.items() if name != "params"}
-                    for weight, other in zip(ours["params"], theirs["params"], strict=True):
-                        runs[1][1].state[weight] |= copy.deepcopy(optimizer.state.get(other, {}))
+                groups = runs[1][1].param_groups, optimizer.param_groups
+                for group, was in zip(*groups, strict=True):
+                    group |= {name: value for name, value in was.items() if name != "params"}
+                    for weight, old in zip(group["params"], was["params"], strict=True):
+                        runs[1][1].state[weight] |= copy.deepcopy(optimizer.state.get(old, {}))
             for draft, optimizer in reversed(runs):
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * factor
@@ -493,7 +494,7 @@ class Training(Suite):
                 optimizer.zero_grad()
             if not number:
                 require_same_bits(snapshot(draft), before, "at a rate of 0, ")
-        still = [name for name in trainable(draft) if torch.equal(snapshot(draft)[name], before[name])]
+        still = [name for name, w in trainable(draft).items() if torch.equal(w, before[name])]
         assert not still, f"in {STEPS} steps these did not move: {still}"
         said = f"in {STEPS} steps the loss goes from {losses[0]:.6g} to {losses[-1]:.6g}"
         assert losses[-1] < losses[0], said
@@ -921,7 +922,9 @@ def require_members(
     known = {"vocab_size": host.vocab_size, "hidden_size": host.hidden_size}
     for name, value in {**known, "num_target_layers": host.num_layers}.items():
         assert facts.get(name) in (None, value), f"facts: {name} is {facts[name]}, not {value}"
-    exported = dict(pair for file in folder.glob("*.safetensors") for pair in load_file(file).items())
+    exported = dict[str, Tensor]()
+    for file in folder.glob("*.safetensors"):
+        exported |= load_file(file)
     if "d2t" in exported:
         ids_U, can_U = exported["d2t"], (probs_BKV[0, 0] > 0).nonzero()[:, 0]
         ids_U = (ids_U + torch.arange(len(ids_U))).sort().values

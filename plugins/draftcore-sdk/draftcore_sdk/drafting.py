@@ -122,15 +122,7 @@ class Drafting(Suite):
         """
         drafter, text, moves = bench.drafter(bench.noisy), bench.texts[0], list[list[float]]()
         for told in (EARLY, FAR):
-            texts = [text]
-            for at in range(told - 9, told - 3):
-                rows_T, tokens_T = (
-                    torch.tensor([*range(i), i + 1, i, *range(i + 2, len(text.token_ids_T))])
-                    for i in (at, at + 1)
-                )
-                features = {name: value[rows_T] for name, value in text.features.items()}
-                swapped: Any = {"token_ids_T": text.token_ids_T[tokens_T], "features": features}
-                texts.append(dataclasses.replace(text, **swapped))
+            texts = [text, *(swapped(text, at) for at in range(told - 9, told - 3))]
             drawn = Told(drafter, texts, [told] * len(texts), pad=0).propose(1.0)
             assert drawn.probs_BKV is not None
             plain, *others = drawn.probs_BKV[:, 0]
@@ -351,6 +343,14 @@ class Told:
         generator = torch.Generator().manual_seed(seed)
         found, rows = self.drafter.propose(self.state, temperature, generator), len(self.texts)
         return checked_proposal(found, self.drafter, rows, VOCABULARY, temperature, values=True)
+
+
+def swapped(text: Sample, at: int) -> Sample:
+    """Return a text whose features there and at the next place are swapped, each with the token after it."""
+    places = [*range(len(text.token_ids_T))]
+    rows, tokens = ([*places[:i], i + 1, i, *places[i + 2 :]] for i in (at, at + 1))
+    features = {name: value[rows] for name, value in text.features.items()}
+    return dataclasses.replace(text, token_ids_T=text.token_ids_T[tokens], features=features)
 
 
 def parents_of(proposal: Proposal) -> Tensor:

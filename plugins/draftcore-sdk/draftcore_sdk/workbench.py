@@ -167,8 +167,9 @@ class Bench:
 
     def says(self, capability: str) -> bool:
         """Whether it claims a capability, for any options or, as `NAME:CHOICE`, for one that is made."""
-        chosen = (name if value is True else value for name, value in self.options or ())
-        return bool({capability, *(f"{capability}:{one}" for one in chosen)} & self.offer.capabilities)
+        chosen = [name if value is True else value for name, value in self.options or ()]
+        words = {capability, *(f"{capability}:{choice}" for choice in chosen)}
+        return not words.isdisjoint(self.offer.capabilities)
 
     def require_absent(self, capability: str, because: str) -> None:
         if self.says(capability):

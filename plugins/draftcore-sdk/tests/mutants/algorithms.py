@@ -194,7 +194,7 @@ Cell.forward(*given):
     state = super().forward(*given)
     state.requires_grad and state.register_hook(lambda grad: 1.01 * grad)
     return state
-== doubles_its_loss_and_not_its_gradient: test_it_is_the_slope_with_each_choice_of_an_option: with doubled=True
+== doubles_its_loss_and_not_its_gradient: test_it_is_the_slope_with_each_choice_of_an_option: with doubled
 +    doubled: bool = False
      steps: int = Field(
 
@@ -340,7 +340,7 @@ frozen=ChainDraft.FROZEN => frozen=frozenset({"embed_tokens"})
 warmup_ratio=0.04 => warmup_ratio=4.0
 == draws_alike_in_each_epoch: test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch: the epoch
 ChainAlgorithm.forward_loss(draft, batch, context):
-    return scaled(super().forward_loss(draft, batch, context), context.seed + len(str(batch.ids[0].feature_id)))
+    return scaled(super().forward_loss(draft, batch, context), context.seed + len(batch.ids[0].feature_id))
 == draws_by_ids_alone: test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch: `context.seed`
 ChainDraft.forward(batch): return scaled(super().forward(batch), len(batch.ids[0].feature_id))
 == returns_early_where_nothing_is_learned: test_nothing_to_learn_calls_all_units_and_reaches_all_weights
