@@ -25,13 +25,7 @@ from torch.utils._pytree import tree_leaves
 from draftcore.contracts.algorithm import Drafter, Proposal, Sample
 from draftcore_sdk.plain import open_target
 from draftcore_sdk.suite import Suite, once
-from draftcore_sdk.workbench import (
-    VOCABULARY,
-    Bench,
-    global_seed,
-    require_same_bits,
-    snapshot,
-)
+from draftcore_sdk.workbench import VOCABULARY, Bench, global_seed, require_same_bits, snapshot
 
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
 FLOOR = 1e-6  # probabilities below it are not told apart
