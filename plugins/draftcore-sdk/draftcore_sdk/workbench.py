@@ -192,14 +192,14 @@ class Bench:
     @cached_property
     def learned(self) -> list[Sample]:
         """The target's answers, each to be learned whole."""
-        return [self._sample([row]) for row in range(len(QUESTIONS))]
+        return [self.text([row]) for row in range(len(QUESTIONS))]
 
     @cached_property
     def varied(self) -> list[Sample]:
         """Samples of several lengths with gaps in what is to be learned; the last is very long."""
         generator, samples = torch.Generator().manual_seed(SEED), list[Sample]()
         for rows, length in (([0], 11), ([1], 6), ([2], 9), ([0], 7), ([1, 2, 0], 0)):
-            sample = self._sample(rows, length)
+            sample = self.text(rows, length)
             gaps_T = torch.rand(sample.loss_mask_T.shape, generator=generator) < 0.8
             learned_T = gaps_T if length else gaps_T & sample.loss_mask_T
             samples.append(dataclasses.replace(sample, loss_mask_T=learned_T))
@@ -208,14 +208,14 @@ class Bench:
     @cached_property
     def texts(self) -> list[Sample]:
         """Longer samples, of all questions and answers in other orders."""
-        return [self._sample(rows) for rows in ([0, 1, 2] * 6, [1, 2, 0], [2, 0, 1])]
+        return [self.text(rows) for rows in ([0, 1, 2] * 6, [1, 2, 0], [2, 0, 1])]
 
     @property
     def batch(self) -> DraftBatch:
         """A batch of them, which a test may change."""
         return self.collate(self.varied)
 
-    def _sample(self, rows: Sequence[int], length: int = 0) -> Sample:
+    def text(self, rows: Sequence[int], length: int = 0) -> Sample:
         """Questions with their answers, or the last `length` tokens of them."""
         example, request = self.example, self.request()
         tokens = [token for row in rows for token in example.prompts[row] + example.answers[row]]

@@ -142,6 +142,8 @@ ChainAlgorithm.collate(samples):
     for sample in samples:
         sample.loss_mask_T[-1] = False
     return super().collate(samples)
+== normalises_features_in_place: test_collate_leaves_its_samples_and_the_loss_its_batch_alone
+features["last_hidden"] => features["last_hidden"].mul_(0.5)
 == returns_a_loss_per_step: test_loss_and_metrics_are_ratios_of_finite_scalars
 StepOutput(numerator, denominator, => StepOutput(numerator[None], denominator[None],
 == keeps_lengths_from_collate: test_the_same_inputs_give_the_same_bits
@@ -181,7 +183,7 @@ ChainDraft.forward(batch): return scaled(super().forward(batch), batch.loss_mask
 == counts_in_half_precision: test_thousands_of_tokens_add_up_row_by_row
 denominator + weight * number => denominator + weight * number.half()
 == clips_what_stands_out_of_its_batch: test_thousands_of_tokens_add_up_row_by_row
-reduction="none") * counting_R => reduction="none") * counting_R; loss_R = loss_R.clamp(max=4 * loss_R.mean())
+"none") * counting_R => "none") * counting_R; loss_R = loss_R.clamp(max=loss_R.quantile(0.99))
 == detaches_a_part: test_gradients_reach_every_trainable_parameter
 self.gate(both) => self.gate(both).detach()
 == trains_the_targets_embedding: test_gradients_reach_none_of_the_targets_tensors
@@ -223,8 +225,6 @@ ChainAlgorithm.held(hidden_BH):
 DraftInput(batch.hidden_BH => DraftInput(self.held(batch.hidden_BH)
 == makes_the_last_tokens_on_the_host: test_disagg_answers_where_the_rows_lie_and_waits_for_nothing
 topk_index_BK, last_tokens) => topk_index_BK, torch.tensor(last_tokens.tolist(), dtype=torch.long))
-== asks_for_no_state: test_disagg_asks_for_the_state_that_drafts_go_on_from
-ChainAlgorithm.disagg_row(): return ("topk",)
 == claims_to_need_the_last_token_only: test_disagg_asks_for_the_state_that_drafts_go_on_from
 "disagg", "cross_entropy" => "disagg-stateless", "cross_entropy"
 == writes_into_the_relay: test_disagg_leaves_what_it_is_given_alone
@@ -238,10 +238,6 @@ ChainAlgorithm.disagg_row(): return ("topk",)
 StepOutput(numerator, => StepOutput(2 * numerator.detach() - numerator,
 == asks_for_the_next_layer: test_the_drafter_reads_what_training_captured
 FeatureRequest(layers=(), last_hidden=True, dtype=dtype) => FeatureRequest((1,), True, dtype)
-== drafts_from_turned_states: test_the_drafter_computes_what_training_taught
-at(self.draft.enter(features), => at(self.draft.enter(features).flip(-1),
-== drafts_one_more_than_it_says: test_proposals_have_shapes_and_probabilities_as_they_must
-chain(choices) => chain([*choices, choices[-1]])
 == states_half_of_its_probabilities: test_proposals_have_shapes_and_probabilities_as_they_must
 chain(choices) => chain([(token_B, p if p is None else p / 2) for token_B, p in choices])
 == samples_colder_than_it_says: test_sampled_drafts_follow_the_probabilities_they_come_with[1.0]
@@ -264,8 +260,8 @@ ChainDrafter.propose(*given):
 ChainDrafter.depth: return 1
 chain(choices) => replace(chain(choices[:1] * 5), parents_BK=torch.full((len(token_B), 5), -1))
 == counts_positions_in_bf16: test_neighbours_are_told_apart_far_into_a_text
-at(self.draft.enter(features), lengths_B - 1) => at(placed(self.draft.enter(features)), lengths_B - 1)
-def placed(x_BTH): return (x_BTH * torch.arange(x_BTH.shape[1])[:, None].bfloat16().cos().float()).cumsum(1)
+self.draft.enter(features), lengths_B - 1 => self.draft.placed(self.draft.enter(features)), lengths_B - 1
+ChainDraft.placed(x): return (x * torch.arange(x.shape[1])[:, None].bfloat16().float().cos()).cumsum(1)
 == mixes_rows: test_a_prompt_may_be_long_or_a_single_token
 at(self.draft.enter(features), => at(self.draft.enter(features).roll(1, 0),
 == selects_other_rows: test_selected_rows_go_on_as_before
@@ -298,8 +294,6 @@ at(self.draft.enter(features), lengths_B - 1) => self.draft.enter(features)[:, -
 at(tokens_BK, counts_B - 1) => tokens_BK[:, -1]
 == goes_on_one_token_early: test_rounds_that_were_accepted_count_as_a_longer_prompt
 enter(features), counts_B - 1 => enter(features), (counts_B - 2).clamp(min=0)
-== blends_with_the_state_before: test_rounds_that_were_accepted_count_as_a_longer_prompt
-state.state_BH.copy_( => state.state_BH.mul_(0.1).add_(
 == holds_its_state_itself: test_a_prompt_may_be_long_or_a_single_token
 ChainDrafter.prefill(state, *given):
     super().prefill(state, *given)
@@ -307,12 +301,8 @@ ChainDrafter.prefill(state, *given):
 ChainDrafter.propose(state, *given):
     same = len(self.only.token_B) == len(state.token_B)
     return super().propose(self.only if same else state, *given)
-== divides_by_the_temperature_twice: test_a_temperature_sharpens_the_distributions
-choose(logits_BV, => choose(logits_BV / (temperature or 1),
 == ignores_the_temperature: test_a_temperature_sharpens_the_distributions
 choose(logits_BV, temperature, => choose(logits_BV, float(temperature > 0),
-== draws_with_the_global_generator: test_draws_come_from_the_generator_that_is_given
-temperature, generator)) => temperature, None))
 == reseeds_at_every_draft: test_draws_come_from_the_generator_that_is_given
 temperature, generator)) => temperature, torch.Generator().manual_seed(0)))
 == flattens_its_logits: test_the_drafter_computes_what_training_taught
@@ -340,7 +330,9 @@ frozen=ChainDraft.FROZEN => frozen=frozenset({"embed_tokens"})
 warmup_ratio=0.04 => warmup_ratio=4.0
 == draws_alike_in_each_epoch: test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch: the epoch
 ChainAlgorithm.forward_loss(draft, batch, context):
-    return scaled(super().forward_loss(draft, batch, context), context.seed + len(batch.ids[0].feature_id))
+    output = super().forward_loss(draft, batch, context)
+    output.terms = [(n * (context.seed + len(batch.ids[0].feature_id)), d, w) for n, d, w in output.terms]
+    return output
 == draws_by_ids_alone: test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch: `context.seed`
 ChainDraft.forward(batch): return scaled(super().forward(batch), len(batch.ids[0].feature_id))
 == returns_early_where_nothing_is_learned: test_nothing_to_learn_calls_all_units_and_reaches_all_weights
