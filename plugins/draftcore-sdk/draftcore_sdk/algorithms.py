@@ -406,8 +406,8 @@ class Training(Suite):
         require_slope(bench)
 
     @once
-    def test_it_is_the_slope_with_each_choice_of_an_option(self, bench: Bench) -> None:
-        """But for those of which it says `stop_gradient:CHOICE`."""
+    def test_the_gradient_is_the_slope_with_each_choice_of_an_option(self, bench: Bench) -> None:
+        """But for those of which the offer says `stop_gradient:CHOICE`."""
         for name, value in variants(bench.offer):
             with suppress(UsageError):  # what does not go together, or is refused
                 chosen = self.chosen(bench, name, value)

@@ -228,10 +228,10 @@ class Drafting(Suite):
         for seed in range(3):
             drawn = told.propose(temperature, seed)
             assert drawn.probs_BKV is not None
-            q, tokens_BK1 = drawn.probs_BKV, drawn.tokens_BK[..., None]
+            q, tokens_BK1 = drawn.probs_BKV.double(), drawn.tokens_BK[..., None]
             assert (q.gather(-1, tokens_BK1) > 0).all(), "a token was drawn that has probability 0"
             counted_BK = torch.arange(q.shape[1]) < count_of(drawn)[:, None]
-            least, order = q.topk(8, largest=False)
+            least, order = q.masked_fill(q == 0, 1.0).topk(8, largest=False)
             rare = torch.zeros_like(q).scatter(-1, order, (least.cumsum(-1) <= RARE).to(q.dtype))
             for number, value in enumerate((q, rare)):
                 mean_BK, drawn_BK = (q * value).sum(-1), value.gather(-1, tokens_BK1)[..., 0]
@@ -239,7 +239,7 @@ class Drafting(Suite):
                 excess[number] += float((drawn_BK - mean_BK)[counted_BK].sum())
                 variance[number] += float(of_BK[counted_BK].sum())
         for what, more, of in zip(("probable", "often rare"), excess, variance, strict=True):
-            sigmas = more / (math.sqrt(of) or 1)
+            sigmas = more / (math.sqrt(abs(of)) or 1)
             assert abs(sigmas) < 5, (
                 f"drafts that count are {abs(sigmas):.1f} sigma {'more' if more > 0 else 'less'} {what} "
                 "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"

@@ -196,7 +196,7 @@ Cell.forward(*given):
     state = super().forward(*given)
     state.requires_grad and state.register_hook(lambda grad: 1.01 * grad)
     return state
-== doubles_its_loss_and_not_its_gradient: test_it_is_the_slope_with_each_choice_of_an_option: with doubled
+== doubles_its_loss_alone: test_the_gradient_is_the_slope_with_each_choice_of_an_option: with doubled
 +    doubled: bool = False
      steps: int = Field(
 
