@@ -22,7 +22,7 @@ from draftcore.contracts.algorithm import Draft, Sample
 from draftcore_sdk.causality import LABELS, Reading, learning
 from draftcore_sdk.check import variants
 from draftcore_sdk.drafting import FAR, Told, nodes, parents_of
-from draftcore_sdk.suite import Suite, slow
+from draftcore_sdk.suite import Suite, once, slow
 from draftcore_sdk.workbench import ANSWER, STEPS, VOCABULARY, Bench
 
 EXACT = (
@@ -67,6 +67,23 @@ class Taught(Suite):
         assert known.right >= least, said
         cause = "logits or states are scaled, or normed once more, where training does not"
         assert known.sure >= surest, f"{cause}\n{sure}"
+
+    @once
+    def test_the_drafter_reads_as_far_back_as_training(self, bench: Bench) -> None:
+        """Of a long text both read the first features, or neither does."""
+        text, drafter = bench.texts[0], bench.drafter(bench.noisy)
+        turned = {n: torch.cat([x[:20].flip(-1), x[20:]]) for n, x in text.features.items()}
+        losses, drafts = list[float](), list[Tensor]()
+        for one in (text, dataclasses.replace(text, features=turned)):
+            batch = bench.collate([learning(one, FAR + 2, range(FAR - 2, FAR + 2))])
+            losses.append(float(bench.loss(bench.noisy, batch).numerator.detach()))
+            drafts.append(Told(drafter, [one], [FAR], pad=0).drafts().probs_BKV)
+        reads = {"training": losses[0] != losses[1], "the drafter": not torch.equal(*drafts)}
+        one, other = sorted(reads, key=lambda name: reads[name])
+        same = reads[one] == reads[other]
+        assert same, (
+            f"{FAR} tokens back {other} reads features and {one} does not: a window, lost slots"
+        )
 
     # ------------------------------------------------------------ capabilities
 

@@ -282,8 +282,6 @@ implementation="draftcore_{name} => examples=[{"steps": 3}], implementation="dra
 +        draft.module.load_state_dict(serving.read_tensors(folder, {}), strict=False)
 == exports_any_layout: test_an_unknown_layout_is_refused
 write_export(folder, layout, => write_export(folder, "serving",
-== is_served_other_layers: test_servers_draft_what_the_drafter_does
-Served.captured(host): return (1,)
 == is_served_without_a_norm: test_servers_draft_what_the_drafter_does
 self.normed(state, "state") => state
 == knows_any_server: test_an_unknown_server_is_refused
@@ -307,6 +305,8 @@ choose(logits_BV, temperature, => choose(logits_BV, float(temperature > 0),
 temperature, generator)) => temperature, torch.Generator().manual_seed(0)))
 == flattens_its_logits: test_the_drafter_computes_what_training_taught
 choose(logits_BV, => choose(0.1 * logits_BV,
+== trains_on_sums_of_rows: test_the_drafter_reads_as_far_back_as_training
+state_BTH = self.enter(batch.features) => state_BTH = self.enter(batch.features).cumsum(1)
 == norms_before_the_head: test_training_minimises_the_cross_entropy_of_the_drafter
 logits_BV = state_BH => logits_BV = self.draft.cell.state_norm(state_BH)
 == halves_the_state_between_steps: test_training_minimises_the_cross_entropy_of_the_drafter
