@@ -459,7 +459,9 @@ class Training(Suite):
         A checkpoint has what an optimizer keeps in its `state` and its groups; nothing else is kept.
         """
         run: Any = {"total_steps": STEPS, "warmup_ratio": 0.1, "options": bench.options}
-        factors = [bench.hook.schedule(step=step, **run) for step in range(1, STEPS + 1)]
+        steps = range(1, STEPS + 1)
+        factors, again = ([bench.hook.schedule(step=n, **run) for n in steps] for _ in range(2))
+        assert factors == again, f"the schedule counts its calls: {factors}, then {again}"
         tuning: Any = {"weight_decay": 0.0, "betas": (0.9, 0.99)}
 
         def begin(weights: Mapping[str, Tensor]) -> tuple[Draft, Any]:

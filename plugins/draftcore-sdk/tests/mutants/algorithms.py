@@ -108,8 +108,6 @@ BODY = """
 WRONG = """
 == asks_for_a_layer_that_is_not_there: test_the_request_names_what_the_target_has
 ChainAlgorithm.feature_request(target): return FeatureRequest((target.num_layers,), True, "float32")
-== asks_for_another_layer_each_time: test_the_request_is_the_same_again_and_needs_no_weights
-ChainAlgorithm.feature_request(target): return FeatureRequest((next(COUNT) % 2,), True, "float32")
 == reads_weights_to_request: test_the_request_is_the_same_again_and_needs_no_weights
 ChainAlgorithm.feature_request(target): return target.head().ndim and super().feature_request(target)
 == builds_by_the_clock: test_the_same_seed_builds_the_same_bits
@@ -161,6 +159,8 @@ Slow(torch.optim.SGD).step():
     slow = vars(self).setdefault("slow", [weight.detach().clone() for weight in weights])
     for weight, mean in zip(weights, slow):
         mean.copy_(weight.data.lerp_(mean, 0.5))
+== schedules_by_its_calls: test_the_optimizer_moves_every_weight_as_the_schedule_says: the schedule
+ChainAlgorithm.schedule(step): return 1 + next(COUNT) / 100
 == forgets_weights_in_its_optimizer: test_the_optimizer_moves_every_weight_as_the_schedule_says
 ChainAlgorithm.optimizer(draft, lr): return torch.optim.SGD([draft.module.cell.down.weight], lr=lr)
 == divides_by_nothing: test_an_all_masked_batch_adds_nothing
