@@ -32,7 +32,7 @@ FLOOR = 1e-6  # probabilities below it are not told apart
 EARLY, FAR = 24, 300  # tokens of a text that a drafter was told
 LENGTHS, LONGEST = (19, 7, 24), 30  # of the prompts, of a round
 SLOTS = 255  # positions of a text with its drafts: no multiple of what memory is rounded to
-RARE = 0.012  # what tokens that are called rare have together
+RARE, DRAWS = 0.012, 4096  # what rare tokens have together; how often is drawn
 FREQUENT = 0.9  # of a draft vocabulary; some tokens may be in it whatever the counts are
 ROUNDS = ((1, 99, 2), (99, 2, 1))  # tokens that are accepted of three rows; 99 is as many as can be
 
@@ -225,7 +225,7 @@ class Drafting(Suite):
         """
         told = Told(bench.drafter(bench.noisy), bench.texts * 64, LENGTHS * 64)
         excess, variance = [0.0, 0.0], [0.0, 4.0]  # a rare token or two are chance
-        for seed in range(3):
+        for seed in range(1 + DRAWS // (len(told.texts) * told.drafter.num_drafts)):
             drawn = told.propose(temperature, seed)
             assert drawn.probs_BKV is not None
             q, tokens_BK1 = drawn.probs_BKV.double(), drawn.tokens_BK[..., None]
