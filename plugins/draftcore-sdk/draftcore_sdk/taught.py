@@ -79,10 +79,9 @@ class Taught(Suite):
             losses.append(float(bench.loss(bench.noisy, batch).numerator.detach()))
             drafts.append(Told(drafter, [one], [FAR], pad=0).drafts().probs_BKV)
         reads = {"training": losses[0] != losses[1], "the drafter": not torch.equal(*drafts)}
-        one, other = sorted(reads, key=lambda name: reads[name])
-        same = reads[one] == reads[other]
-        assert same, (
-            f"{FAR} tokens back {other} reads features and {one} does not: a window, lost slots"
+        less, more = sorted(reads, key=lambda name: reads[name])
+        assert reads[less] == reads[more], (
+            f"{FAR} tokens back {more} reads features and {less} does not: a window, or lost slots"
         )
 
     # ------------------------------------------------------------ capabilities
