@@ -37,7 +37,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from draftcore.contracts.algorithm import Draft, DraftBatch, Sample, SampleId, StepContext
+from draftcore.contracts.algorithm import Draft, DraftBatch, SampleId, StepContext
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.causality import Causality, learning
 from draftcore_sdk.check import variants
@@ -317,7 +317,8 @@ class Training(Suite):
             assert not same, f"{name} is asked for, and the loss is the same without"
 
     def test_an_all_masked_batch_adds_nothing(self, bench: Bench) -> None:
-        batch = bench.collate(unlearned(bench))
+        samples = [dataclasses.replace(s, loss_mask_T=s.loss_mask_T & False) for s in bench.varied]
+        batch = bench.collate(samples)
         measured, counts = bench.measure(batch), bench.whole.output.counts
         assert measured.output.counts.keys() == counts.keys(), "it has other metrics"
         attached = bench.loss(bench.draft, batch).numerator.requires_grad
@@ -334,7 +335,8 @@ class Training(Suite):
         uncalled = sorted({*bench.draft.wrap_units} - {*units})
         assert not uncalled, f"the loss does not call these of wrap_units: {', '.join(uncalled)}"
         one = learning(bench.texts[1], 1, range(1))
-        cases = {"nothing is to be learned": unlearned(bench), "all rows are of one token": [one]}
+        samples = [dataclasses.replace(s, loss_mask_T=s.loss_mask_T & False) for s in bench.varied]
+        cases = {"nothing is to be learned": samples, "all rows are of one token": [one]}
         for where, samples in cases.items():
             others, none = reached(bench, bench.collate(samples))
             said = f"where {where}, the loss"
@@ -872,11 +874,6 @@ def rise_of(
     return (values[0] - values[1]) / (2 * by)
 
 
-def unlearned(bench: Bench) -> list[Sample]:
-    """Return the varied samples with nothing in them that is to be learned."""
-    return [dataclasses.replace(s, loss_mask_T=s.loss_mask_T & False) for s in bench.varied]
-
-
 def reached(bench: Bench, batch: DraftBatch) -> tuple[list[str], set[str]]:
     """Return the units that a loss calls, in their order, and what it carries a gradient to."""
     draft, called = bench.draft, list[str]()
@@ -913,9 +910,7 @@ def listed(value: Any) -> Any:
     return [listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def require_members(
-    served: ServedDraft, host: Host, folder: Path, bench: Bench, probs_BKV: Tensor
-) -> None:
+def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench, q: Tensor) -> None:
     """Ask a reading what `verify` asks it, beside its logits; and the file what servers take it for."""
     most, facts, draft = served.most, served.facts, bench.noisy
     assert most is None or type(most) is int, f"`most` is a number or None, not {most!r}"
@@ -924,11 +919,9 @@ def require_members(
     known = {"vocab_size": host.vocab_size, "hidden_size": host.hidden_size}
     for name, value in {**known, "num_target_layers": host.num_layers}.items():
         assert facts.get(name) in (None, value), f"facts: {name} is {facts[name]}, not {value}"
-    exported = dict[str, Tensor]()
-    for file in folder.glob("*.safetensors"):
-        exported |= load_file(file)
+    exported = {n: t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()}
     if "d2t" in exported:
-        ids_U, can_U = exported["d2t"], (probs_BKV[0, 0] > 0).nonzero()[:, 0]
+        ids_U, can_U = exported["d2t"], (q[0, 0] > 0).nonzero()[:, 0]
         ids_U = (ids_U + torch.arange(len(ids_U))).sort().values
         said = "d2t holds what servers read otherwise: write target id - place, they add the place"
         assert torch.equal(ids_U, can_U), said
