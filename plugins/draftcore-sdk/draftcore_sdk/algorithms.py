@@ -409,7 +409,7 @@ class Training(Suite):
 
     @once
     def test_the_gradient_is_the_slope_with_each_choice_of_an_option(self, bench: Bench) -> None:
-        """But for those of which the offer says `stop_gradient:CHOICE`."""
+        """But for those of which the offer says `stop_gradient:NAME`."""
         for name, value in variants(bench.offer):
             with suppress(UsageError):  # what does not go together, or is refused
                 chosen = self.chosen(bench, name, value)
