@@ -13,7 +13,7 @@ EXAMPLE = {
 }  # fmt: skip
 # sglang and vLLM run DFlash2 by DFlash's method: the architecture in config.json says which it is.
 CAPABILITIES = "compile disagg layout:serving parallel served:sglang served:vllm sglang:DFLASH "
-CAPABILITIES += "vllm:dflash"
+CAPABILITIES += "vllm:dflash stop_gradient:stop_gradient"  # by the option of that name
 
 
 @hookimpl

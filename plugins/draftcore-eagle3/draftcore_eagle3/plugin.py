@@ -10,9 +10,10 @@ EXAMPLE = {
     "supervise": "predicted", "num_attention_heads": 6, "num_key_value_heads": 3, "ttt_length": 3,
     "num_drafts": 4,
 }  # fmt: skip
-# Not `split_dependent`: the default loss is a ratio of sums; only the LK losses are not.
+# The LK losses are means over the micro-batch, and one has a weight that is held constant.
 CAPABILITIES = "compile disagg distils layout:serving served:sglang served:vllm "
-CAPABILITIES += "sglang:EAGLE3 vllm:eagle3"
+CAPABILITIES += "sglang:EAGLE3 vllm:eagle3 "
+CAPABILITIES += "split_dependent:lk_alpha split_dependent:lk_lambda stop_gradient:lk_lambda"
 
 
 @hookimpl

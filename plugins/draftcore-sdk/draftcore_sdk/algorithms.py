@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,7 +47,7 @@ from draftcore_sdk.internals import build_optimizer, trained_tensors, type_error
 from draftcore_sdk.memory import of_the_process, watched_bytes
 from draftcore_sdk.plain import open_target
 from draftcore_sdk.project import Project
-from draftcore_sdk.suite import Suite, bound, offer_of, once, slow
+from draftcore_sdk.suite import Suite, bound, hash_as_elsewhere, offer_of, once, slow
 from draftcore_sdk.taught import Taught
 from draftcore_sdk.workbench import (
     ANSWER,
@@ -66,8 +66,11 @@ from draftcore_sdk.workbench import (
     require_same_bits,
     require_same_output,
     snapshot,
+    summed,
+    trainable,
 )
 
+RESUMED = 17  # a step that is no multiple of what is done every so many
 SMALL = 1  # the number of the first example, behind the suite's own options
 PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
@@ -113,6 +116,12 @@ class Training(Suite):
     def bench(self, benches: list[Bench], request: pytest.FixtureRequest) -> Bench:
         return benches[getattr(request, "param", 0)]
 
+    def chosen(self, bench: Bench, name: str, value: Any) -> Bench:
+        """Return the bench with another value of an option."""
+        data = {**bench.data, name: value}
+        own = bound(self.plugin, "algorithm", self.name, data)
+        return dataclasses.replace(bench, hook=own.hook, options=own.options, data=data)
+
     # ------------------------------------------------------------ feature_request
 
     def test_the_request_names_what_the_target_has(self, bench: Bench) -> None:
@@ -138,8 +147,7 @@ class Training(Suite):
 
     def test_a_fresh_draft_is_fp32_on_the_cpu(self, bench: Bench) -> None:
         module = bench.draft.module
-        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        for name, parameter in trainable.items():
+        for name, parameter in trainable(bench.draft).items():
             assert parameter.dtype == torch.float32, f"{name} is in {parameter.dtype}"
             assert parameter.isfinite().all(), f"{name} is not finite"
         places = {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]}
@@ -154,17 +162,16 @@ class Training(Suite):
         draft, parameters = bench.draft, dict(bench.draft.module.named_parameters())
         known = {*parameters, *dict(draft.module.named_buffers())}
         assert draft.frozen <= known, f"frozen names no tensor: {sorted(draft.frozen - known)}"
-        trainable = {name for name, p in parameters.items() if p.requires_grad}
-        assert not draft.frozen & trainable, f"frozen, but trainable: {draft.frozen & trainable}"
+        both = draft.frozen & trainable(draft).keys()
+        assert not both, f"frozen, but trainable: {both}"
 
     def test_parameter_groups_hold_every_trainable_parameter_once(self, bench: Bench) -> None:
-        named = bench.draft.module.named_parameters()
-        trainable = {id(p): n for n, p in named if p.requires_grad}
+        names = {id(p): name for name, p in trainable(bench.draft).items()}
         grouped = [id(p) for group in bench.draft.parameter_groups for p in group["params"]]
-        lacking = sorted(trainable[i] for i in trainable.keys() - set(grouped))
+        lacking = sorted(names[i] for i in names.keys() - set(grouped))
         assert not lacking, f"in no group: {lacking}"
-        assert set(grouped) <= trainable.keys(), "a group holds a foreign parameter"
-        assert len(grouped) == len(trainable), "a parameter is in two groups"
+        assert set(grouped) <= names.keys(), "a group holds a foreign parameter"
+        assert len(grouped) == len(names), "a parameter is in two groups"
         rates = [group["lr"] for group in bench.draft.parameter_groups if "lr" in group]
         assert all(rate > 0 for rate in rates), f"the peak rates of groups are {rates}"
 
@@ -237,36 +244,40 @@ class Training(Suite):
     def test_the_same_inputs_give_the_same_bits(self, bench: Bench) -> None:
         """Choices come from the context's seed and the samples' ids: a resumed run repeats them.
 
-        And from nothing that `collate` left behind: batches are collated ahead.
+        And from nothing that `collate` left behind: batches are collated ahead. Nor from `hash()` of a
+        text, which is another one in each process.
         """
         batch = bench.batch
         with global_seed(1):
             first = bench.measure(batch)
         bench.collate(bench.varied[1:2])
-        with global_seed(2):
+        with global_seed(2), pytest.MonkeyPatch.context() as patch:
             second = bench.measure(batch)
-        said = "called twice, it gives"
-        require_same_output(second.output, first.output, said)
+            hash_as_elsewhere(f"{self.plugin} {bench.offer.implementation}", patch)
+            third = bench.loss(bench.draft, batch)
+        require_same_output(second.output, first.output, "called twice, it gives")
         require_same_bits(second.gradients, first.gradients)
+        require_same_output(third, first.output, "with hash() as in another process, it gives")
 
-    def test_what_is_drawn_depends_on_the_runs_seed(self, bench: Bench) -> None:
+    def test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch(self, bench: Bench) -> None:
         """Other ids of samples, in another epoch, show whether something is drawn for them."""
-        others = [
-            dataclasses.replace(sample, id=SampleId(f"another-{number}", 2))
-            for number, sample in enumerate(bench.varied)
-        ]
 
-        def loss(seed: int, samples: Sequence[Any], epoch: int = 1) -> Tensor:
+        def loss(seed: int, epoch: int = 1, prefix: str = "") -> float:
+            ids = [SampleId(prefix + sample.id.feature_id, epoch) for sample in bench.varied]
+            samples = map(lambda s, of: dataclasses.replace(s, id=of), bench.varied, ids)
             told: Any = {"context": StepContext(STEPS // 2, STEPS, seed, epoch=epoch)}
-            told |= {"draft": bench.draft, "batch": bench.collate(samples)}
+            told |= {"draft": bench.draft, "batch": bench.collate([*samples])}
             output = bench.hook.forward_loss(**told, options=bench.options)
-            return as_ratio(output).numerator.detach()
+            return float(as_ratio(output).numerator.detach())
 
-        plain = loss(SEED, bench.varied)
-        if torch.equal(loss(SEED, others, 2), plain):
+        plain = loss(SEED)
+        if loss(SEED, 2, "another-") == plain:
             pytest.skip("nothing is drawn: the loss is the same for samples of other ids")
-        same = all(torch.equal(loss(seed, bench.varied), plain) for seed in (1, 2, 3))
-        assert not same, "what is drawn depends on samples' ids or epochs, not on `context.seed`"
+        for what, drawn in {
+            "`context.seed`": [loss(seed) for seed in (1, 2, 3)],
+            "the epoch": [loss(SEED, epoch) for epoch in (2, 3, 4)],
+        }.items():
+            assert {*drawn} != {plain}, f"{what} does not count: what is drawn is always the same"
 
     def test_collate_leaves_its_samples_and_the_loss_its_batch_alone(self, bench: Bench) -> None:
         samples = dataclasses.replace(bench).varied  # made anew: the others were collated before
@@ -320,11 +331,11 @@ class Training(Suite):
 
     def test_nothing_to_learn_calls_all_units_and_reaches_all_weights(self, bench: Bench) -> None:
         """Ranks of a sharded draft would wait for each other, in each unit and for each gradient."""
-        samples = [dataclasses.replace(s, loss_mask_T=s.loss_mask_T & False) for s in bench.varied]
         units, some = reached(bench, bench.batch)
         uncalled = sorted({*bench.draft.wrap_units} - {*units})
         assert not uncalled, f"the loss does not call these of wrap_units: {', '.join(uncalled)}"
         one = learning(bench.texts[1], 1, range(1))
+        samples = [dataclasses.replace(s, loss_mask_T=s.loss_mask_T & False) for s in bench.varied]
         cases = {"nothing is to be learned": samples, "all rows are of one token": [one]}
         for where, samples in cases.items():
             others, none = reached(bench, bench.collate(samples))
@@ -352,12 +363,12 @@ class Training(Suite):
     def test_gradients_reach_every_trainable_parameter(self, bench: Bench) -> None:
         """At some step of a run: a schedule, or weights that begin at 0, may hold a part back."""
         draft = bench.shaken(0.1)
-        trainable = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
-        untouched = [*trainable]
+        weights = trainable(draft)
+        untouched = [*weights]
         for step in (1, STEPS // 2, STEPS):
             if untouched:
                 bench.loss(draft, bench.batch, step).numerator.backward()  # type: ignore[no-untyped-call]
-            grads = {name: trainable[name].grad for name in untouched}
+            grads = {name: weights[name].grad for name in untouched}
             untouched = [name for name, grad in grads.items() if grad is None or not grad.any()]
         assert not untouched, f"no gradient reaches {untouched}"
 
@@ -381,8 +392,7 @@ class Training(Suite):
         for name, tensor in [*draft.module.named_parameters(), *draft.module.named_buffers()]:
             if name in draft.frozen or tensor.untyped_storage().data_ptr() in lent:
                 assert tensor.grad is None, f"a gradient reaches {name}, which is the target's"
-        trainable = {n for n, p in draft.module.named_parameters() if p.requires_grad}
-        for name in trained_tensors(draft).keys() - trainable:
+        for name in trained_tensors(draft).keys() - trainable(draft).keys():
             tensor = draft.module.state_dict()[name]
             its = not any(torch.equal(tensor, one) for one in handed)
             assert its, f"{name} is the target's and in every checkpoint: name it in Draft.frozen"
@@ -395,32 +405,16 @@ class Training(Suite):
     def test_the_gradient_is_the_slope_of_the_loss(self, bench: Bench) -> None:
         """Compare with central differences in fp64, in two random directions."""
         bench.require_absent("stop_gradient", "its gradient is not the loss's slope")
-        draft, batch = bench.build(), bench.collate(bench.varied[1:3])
-        draft.module.double()
-        exact = {name: value.double() for name, value in batch.features.items()}
-        batch = dataclasses.replace(batch, features=exact)
-        try:
-            measured = bench.measure(batch, draft=draft)
-        except (DraftcoreError, RuntimeError) as error:
-            pytest.skip(f"the draft does not compute in fp64: {error}")
-        if measured.output.numerator.dtype != torch.float64:
-            pytest.skip("the draft computes its loss in fp32 whatever its weights are")
-        generator = torch.Generator().manual_seed(SEED)
-        for _ in range(2):
-            direction = {
-                name: torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
-                for name, gradient in measured.gradients.items()
-            }
-            slope = sum(float((measured.gradients[n] * d).sum()) for n, d in direction.items())
-            rise = rise_of(bench, draft, batch, direction, 1e-6)
-            # A random direction's slope is about as large as the norm. Our own algorithms differ
-            # by 2e-8 of it.
-            off = abs(rise - slope)
-            if off > 1e-6 * norm_of(measured):
-                coarse = rise_of(bench, draft, batch, direction, 1e-4)
-                rounded = abs(coarse - slope) < 0.1 * off  # over a longer way that counts less
-                said = f"the loss rises by {rise:.6g}, the gradient says {slope:.6g}"
-                pytest.fail(f"{said}\n{ROUNDED if rounded else DETACHED}")
+        require_slope(bench)
+
+    @once
+    def test_the_gradient_is_the_slope_with_each_choice_of_an_option(self, bench: Bench) -> None:
+        """But for those of which the offer says `stop_gradient:NAME`."""
+        for name, value in variants(bench.offer):
+            with suppress(UsageError):  # what does not go together, or is refused
+                chosen = self.chosen(bench, name, value)
+                if not chosen.says("stop_gradient"):
+                    require_slope(chosen, f"with {name}={value!r} ")
 
     # ------------------------------------------------------------ forward_loss: batches
 
@@ -447,38 +441,69 @@ class Training(Suite):
         said = f"of {cut} and {len(bench.varied) - cut} samples, summed up,"
         require_close(bench.measure(*parts), bench.whole, said, MEANT)
 
+    @once
+    @torch.no_grad()
+    def test_thousands_of_tokens_add_up_row_by_row(self, bench: Bench) -> None:
+        """Half precision counts to 2,048 or 256; what stands out of a batch counts like the rest."""
+        bench.require_absent("split_dependent", "its loss is a mean over the micro-batch")
+        draft, texts = bench.shaken(0.3), [bench.text([n % 3] * (15 + n)) for n in range(9)]
+        rows = [dataclasses.replace(t, loss_mask_T=t.loss_mask_T | True) for t in texts]
+        outputs = [bench.output(draft, bench.collate([row])) for row in rows]
+        both = bench.output(draft, bench.collate(rows)), summed(outputs)
+        together, apart = (Measured(as_ratio(output), {}) for output in both)
+        require_close(together, apart, f"of {len(rows)} long rows together", MEANT)
+
     # ------------------------------------------------------------ optimizer and schedule
 
     def test_the_optimizer_moves_every_weight_as_the_schedule_says(self, bench: Bench) -> None:
-        """Downhill, and not at all at a rate of 0."""
-        draft = bench.build()
+        """Downhill, not at all at a rate of 0, and to the same bits where it is resumed on the way.
+
+        A checkpoint has what an optimizer keeps in its `state` and its groups; nothing else is kept.
+        """
         run: Any = {"total_steps": STEPS, "warmup_ratio": 0.1, "options": bench.options}
-        factors = [bench.hook.schedule(step=step, **run) for step in range(1, STEPS + 1)]
+        steps = range(1, STEPS + 1)
+        factors, again = ([bench.hook.schedule(step=n, **run) for n in steps] for _ in range(2))
+        assert factors == again, f"the schedule counts its calls: {factors}, then {again}"
         tuning: Any = {"weight_decay": 0.0, "betas": (0.9, 0.99)}
-        optimizer = bench.hook.optimizer(draft=draft, lr=RATE, options=bench.options, **tuning)
-        if optimizer is None and factors[0] is None:
-            pytest.skip("it has neither of its own")
+
+        def begin(weights: Mapping[str, Tensor]) -> tuple[Draft, Any]:
+            draft = bench.build()
+            draft.module.load_state_dict(weights, strict=False)
+            own = bench.hook.optimizer(draft=draft, lr=RATE, options=bench.options, **tuning)
+            if own is None and factors[0] is None:
+                pytest.skip("it has neither of its own")
+            return draft, own or build_optimizer(draft.parameter_groups, **tuning)
+
         told = [1.0 if factor is None else factor for factor in factors]
         said = f"factors of the peak rate are from {min(told):.6g} to {max(told):.6g}"
         assert min(told) >= 0 < max(told) < math.inf, said
-        optimizer = optimizer or build_optimizer(draft.parameter_groups, **tuning)
+        runs, losses = [begin({})], list[float]()
+        draft, optimizer = runs[0]
         peaks, before = [g["lr"] or RATE for g in optimizer.param_groups], snapshot(draft)
-        losses = list[float]()
-        for factor in (0.0, *told):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
-            output = bench.loss(draft, bench.batch)
-            torch.autograd.backward(output.numerator / output.denominator)
-            losses.append(float(output.numerator.detach() / output.denominator))
-            optimizer.step()
-            optimizer.zero_grad()
-            if len(losses) == 1:
+        for number, factor in enumerate((0.0, *told)):
+            if number == RESUMED:
+                runs.append(begin(copy.deepcopy(trained_tensors(draft))))
+                groups = runs[1][1].param_groups, optimizer.param_groups
+                for group, was in zip(*groups, strict=True):
+                    group |= {name: value for name, value in was.items() if name != "params"}
+                    for weight, old in zip(group["params"], was["params"], strict=True):
+                        runs[1][1].state[weight] |= copy.deepcopy(optimizer.state.get(old, {}))
+            for draft, optimizer in reversed(runs):
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * factor
+                output = bench.loss(draft, bench.batch)
+                torch.autograd.backward(output.numerator / output.denominator)
+                losses.append(float(output.numerator.detach() / output.denominator))
+                optimizer.step()
+                optimizer.zero_grad()
+            if not number:
                 require_same_bits(snapshot(draft), before, "at a rate of 0, ")
-        trained = [name for name, p in draft.module.named_parameters() if p.requires_grad]
-        still = [name for name in trained if torch.equal(snapshot(draft)[name], before[name])]
+        still = [name for name, w in trainable(draft).items() if torch.equal(w, before[name])]
         assert not still, f"in {STEPS} steps these did not move: {still}"
         said = f"in {STEPS} steps the loss goes from {losses[0]:.6g} to {losses[-1]:.6g}"
         assert losses[-1] < losses[0], said
+        said = f"resumed after step {RESUMED}, with what a checkpoint has of the optimizer, "
+        require_same_bits(snapshot(runs[1][0]), snapshot(draft), said)
 
     # ------------------------------------------------------------ capability `compile`
 
@@ -647,8 +672,7 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
             if getattr(bench.options, name) == value:
                 continue
             with suppress(DraftcoreError):  # what does not go together, or is refused
-                own = bound(self.plugin, "algorithm", self.name, {**bench.data, name: value})
-                chosen = dataclasses.replace(bench, hook=own.hook, options=own.options)
+                chosen = self.chosen(bench, name, value)
                 draft, texts = chosen.shaken(0.1), chosen.texts
                 theirs = Told(bench.drafter(draft), texts, LENGTHS).drafts()
                 for layout in layouts:
@@ -685,9 +709,7 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
             pytest.skip("it has no option `warm_start`")
         for layout in bench.claimed("layout"):
             folder = bench.export(bench.noisy, tmp_path / layout, layout)
-            data = {**bench.data, "warm_start": str(folder)}
-            own = bound(self.plugin, "algorithm", self.name, data)
-            begun = dataclasses.replace(bench, hook=own.hook, options=own.options).build()
+            begun = self.chosen(bench, "warm_start", str(folder)).build()
             require_same_bits(snapshot(begun), snapshot(bench.noisy), "with `warm_start`, ")
 
     def test_an_unknown_layout_is_refused(self, bench: Bench, tmp_path: Path) -> None:
@@ -711,7 +733,7 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
             layers, own = served.captured(host), drafter.request.layers
             assert layers == own, f"{server} would capture the layers {layers}, the drafter {own}"
             assert drawn.probs_BKV is not None
-            require_members(served, host, folder, bench)
+            require_members(served, host, folder, bench, drawn.probs_BKV)
             for row, drawn_K in enumerate(drawn.tokens_BK):
                 prompt, features = bench.example.prompts[row], bench.example.features[row]
                 read = {name: value[: len(prompt)] for name, value in features.items()}
@@ -809,6 +831,36 @@ def norm_of(measured: Measured) -> float:
     return math.sqrt(sum(float(g.square().sum()) for g in measured.gradients.values()))
 
 
+def require_slope(bench: Bench, said: str = "") -> None:
+    """Require that a gradient says how fast the loss rises, in fp64; skip where there is none of fp64."""
+    draft, batch = bench.build(), bench.collate(bench.varied[1:3])
+    draft.module.double()
+    exact = {name: value.double() for name, value in batch.features.items()}
+    batch = dataclasses.replace(batch, features=exact)
+    try:
+        measured = bench.measure(batch, draft=draft)
+    except (DraftcoreError, RuntimeError) as error:
+        pytest.skip(f"the draft does not compute in fp64: {error}")
+    if measured.output.numerator.dtype != torch.float64:
+        pytest.skip("the draft computes its loss in fp32 whatever its weights are")
+    generator = torch.Generator().manual_seed(SEED)
+    for _ in range(2):
+        direction = {
+            name: torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype)
+            for name, gradient in measured.gradients.items()
+        }
+        slope = sum(float((measured.gradients[n] * d).sum()) for n, d in direction.items())
+        rise = rise_of(bench, draft, batch, direction, 1e-6)
+        # A random direction's slope is about as large as the norm. Our own algorithms differ
+        # by 2e-8 of it.
+        off = abs(rise - slope)
+        if off > 1e-6 * norm_of(measured):
+            coarse = rise_of(bench, draft, batch, direction, 1e-4)
+            rounded = abs(coarse - slope) < 0.1 * off  # over a longer way that counts less
+            said += f"the loss rises by {rise:.6g}, the gradient says {slope:.6g}"
+            pytest.fail(f"{said}\n{ROUNDED if rounded else DETACHED}")
+
+
 def rise_of(
     bench: Bench, draft: Draft, batch: DraftBatch, direction: Mapping[str, Tensor], by: float
 ) -> float:
@@ -825,7 +877,7 @@ def rise_of(
 def reached(bench: Bench, batch: DraftBatch) -> tuple[list[str], set[str]]:
     """Return the units that a loss calls, in their order, and what it carries a gradient to."""
     draft, called = bench.draft, list[str]()
-    trained = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
+    trained = trainable(draft)
     hooks = [
         draft.module.get_submodule(unit).register_forward_pre_hook(
             lambda module, given, unit=unit: called.append(unit)
@@ -858,8 +910,8 @@ def listed(value: Any) -> Any:
     return [listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench) -> None:
-    """Ask a reading what `verify` asks it, beside its logits."""
+def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench, q: Tensor) -> None:
+    """Ask a reading what `verify` asks it, beside its logits; and the file what servers take it for."""
     most, facts, draft = served.most, served.facts, bench.noisy
     assert most is None or type(most) is int, f"`most` is a number or None, not {most!r}"
     least = depth_of(bench.drafter(draft))
@@ -867,8 +919,13 @@ def require_members(served: ServedDraft, host: Host, folder: Path, bench: Bench)
     known = {"vocab_size": host.vocab_size, "hidden_size": host.hidden_size}
     for name, value in {**known, "num_target_layers": host.num_layers}.items():
         assert facts.get(name) in (None, value), f"facts: {name} is {facts[name]}, not {value}"
-    exported = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
-    missing = set(served.ignored) - exported
+    exported = {n: t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()}
+    if "d2t" in exported:
+        ids_U, can_U = exported["d2t"], (q[0, 0] > 0).nonzero()[:, 0]
+        ids_U = (ids_U + torch.arange(len(ids_U))).sort().values
+        said = "d2t holds what servers read otherwise: write target id - place, they add the place"
+        assert torch.equal(ids_U, can_U), said
+    missing = set(served.ignored) - exported.keys()
     assert not missing, f"it ignores what is not in the export: {', '.join(sorted(missing))}"
     for suspect in served.suspects(host, draft.config):
         assert isinstance(suspect, Suspect), f"suspects() gives a {type(suspect).__name__}"

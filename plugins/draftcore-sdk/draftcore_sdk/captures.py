@@ -67,13 +67,7 @@ REQUESTS = {
 ALL = REQUESTS["every layer"]
 WIDEST = replace(ALL, topk=5, embeddings=True)
 ELSEWHERE = "the target does not run in this process"
-LEARNED: dict[str, Any] = {
-    "n_embd": 16,
-    "n_head": 2,
-    "n_layer": 2,
-    "n_positions": 64,
-    "vocab_size": 70_000,
-}
+LEARNED: Any = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64, "vocab_size": 70_000}
 FOLDER = "capture-suite"
 # How far a number may be off in a type, relative to itself, where it was rounded once.
 HALVES = {"bfloat16": 2**-8, "float16": 2**-11}
@@ -538,9 +532,7 @@ def switches(options: Any) -> Iterator[tuple[str, bool]]:
 
 
 def require_same(
-    found: Sequence[Mapping[str, Tensor]],
-    expected: Sequence[Mapping[str, Tensor]],
-    where: str = "",
+    found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], where: str = ""
 ) -> None:
     """Compare names and bits, row by row."""
     for one, other in zip(found, expected, strict=True):

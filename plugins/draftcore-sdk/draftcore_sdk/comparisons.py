@@ -26,13 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from draftcore.contracts.algorithm import (
-    Draft,
-    Drafter,
-    Sample,
-    SampleId,
-    StepOutput,
-)
+from draftcore.contracts.algorithm import Draft, Drafter, Sample, SampleId, StepOutput
 from draftcore.contracts.runner import ShapeKey
 from draftcore_sdk.algorithm_fixtures import WIDTH
 

@@ -25,18 +25,14 @@ from torch.utils._pytree import tree_leaves
 from draftcore.contracts.algorithm import Drafter, Proposal, Sample
 from draftcore_sdk.plain import open_target
 from draftcore_sdk.suite import Suite, once
-from draftcore_sdk.workbench import (
-    VOCABULARY,
-    Bench,
-    global_seed,
-    require_same_bits,
-    snapshot,
-)
+from draftcore_sdk.workbench import VOCABULARY, Bench, global_seed, require_same_bits, snapshot
 
 NATS = 1e-3  # between log-probabilities; orders of summation make 1e-5, what is wrong 1e-2 and more
 FLOOR = 1e-6  # probabilities below it are not told apart
+EARLY, FAR = 24, 300  # tokens of a text that a drafter was told
 LENGTHS, LONGEST = (19, 7, 24), 30  # of the prompts, of a round
 SLOTS = 255  # positions of a text with its drafts: no multiple of what memory is rounded to
+RARE, DRAWS = 0.012, 4096  # what rare tokens have together; how often is drawn
 FREQUENT = 0.9  # of a draft vocabulary; some tokens may be in it whatever the counts are
 ROUNDS = ((1, 99, 2), (99, 2, 1))  # tokens that are accepted of three rows; 99 is as many as can be
 
@@ -108,9 +104,28 @@ class Drafting(Suite):
     def test_a_state_holds_as_many_positions_as_are_asked_for(self, bench: Bench) -> None:
         """A decoder asks for those of the longest text, and of the drafts past its end."""
         drafter, text = bench.drafter(bench.noisy), bench.texts[:1]
-        told: Any = {"drafter": drafter, "texts": text, "lengths": [SLOTS - drafter.num_drafts - 3]}
+        told: Any = {"drafter": drafter, "texts": text, "lengths": [SLOTS - drafter.num_drafts - 1]}
         (short, long) = (Told(**told, pad=0, span=span).drafts() for span in (SLOTS, 2 * SLOTS))
         short.require(long, f"a text that ends with max_len={SLOTS} is drafted for otherwise")
+
+    @once
+    def test_neighbours_are_told_apart_far_into_a_text(self, bench: Bench) -> None:
+        """As early on, where swapping two rows, features of t and token t+1, moves the next draft.
+
+        In bf16 positions 256 and 257 are one; a table of positions may end there.
+        """
+        drafter, text, moves = bench.drafter(bench.noisy), bench.texts[0], list[list[float]]()
+        for told in (EARLY, FAR):
+            texts = [text, *(swapped(text, at) for at in range(told - 9, told - 3))]
+            drawn = Told(drafter, texts, [told] * len(texts), pad=0).propose(1.0)
+            assert drawn.probs_BKV is not None
+            plain, *others = drawn.probs_BKV[:, 0]
+            moves.append([nats(other, plain) for other in others])
+        for early, far in zip(*moves, strict=True):
+            assert far >= 2e-3 * early or early < NATS, (
+                f"after {EARLY} tokens swapping two neighbours moves a draft by {early:.2g} nats, after "
+                f"{FAR} by {far:.2g}: do their positions become one? Count them in fp32, to any length"
+            )
 
     @once
     def test_a_part_of_the_vocabulary_is_that_of_the_most_frequent_tokens(
@@ -119,7 +134,8 @@ class Drafting(Suite):
         """By the counts of the data, of which the rarest come first here."""
         counts = {number * 101 % VOCABULARY: 1 + number for number in range(VOCABULARY)}
         data = dataclasses.replace(bench.summary, token_counts=counts)
-        drawn = Told(bench.drafter(bench.build(data=data)), bench.texts, LENGTHS).propose(1.0)
+        drafter = bench.drafter(bench.shaken(0.1, data))
+        drawn = Told(drafter, bench.texts, LENGTHS).propose(1.0)
         assert drawn.probs_BKV is not None
         drawable_BKV = drawn.probs_BKV > 0
         if not bool((drawable_BKV == drawable_BKV[0, 0]).all()):
@@ -156,11 +172,19 @@ class Drafting(Suite):
 
     @once
     def test_a_temperature_sharpens_the_distributions(self, bench: Bench) -> None:
-        """At half the temperature, the first draft's probabilities are squared and normalised."""
-        told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
-        plain, half = (told.drafts(t).probs_BKV[:, 0].double() for t in (1.0, 0.5))
-        gap = nats(half, plain.square() / plain.square().sum(-1, keepdim=True))
-        assert gap < NATS, f"a temperature of 0.5 is another one by {gap:.2g} nats"
+        """At half the temperature, a draft's probabilities are squared and normalised.
+
+        Of the first, and of the second where the first is the same.
+        """
+        told = Told(bench.drafter(bench.noisy), bench.texts * 32, LENGTHS * 32)
+        plain, half = told.drafts(1.0), told.drafts(0.5)
+        for at in range(1 + bool((plain.parents_BK[0, 1:2] == 0).any())):
+            same_B = (plain.drawn_BN[:, :at] == half.drawn_BN[:, :at]).all(1)
+            p, found = (one.probs_BKV[same_B, at].double() for one in (plain, half))
+            gap = nats(found, p.square() / p.square().sum(-1, keepdim=True))
+            assert gap < NATS, (
+                f"for draft {at} a temperature of 0.5 is another one by {gap:.2g} nats"
+            )
 
     @once
     def test_draws_come_from_the_generator_that_is_given(self, bench: Bench) -> None:
@@ -199,29 +223,35 @@ class Drafting(Suite):
             same = known.setdefault(said, counts) == counts
             assert same, f"{said}, whether node {at} counts depends on what it draws itself"
 
-    @once
-    @pytest.mark.parametrize("temperature", [0.5, 1.0])
+    @pytest.mark.parametrize("temperature", [1.0, 200.0])
     def test_sampled_drafts_follow_the_probabilities_they_come_with(
         self, bench: Bench, temperature: float
     ) -> None:
-        """The mean probability of what was drawn, and counts, is the distribution's, within 5 sigma."""
+        """Of what was drawn, and counts, the mean probability is the distribution's, within 5 sigma.
+
+        And the share of the rarest tokens, where a high temperature makes all nearly as probable.
+        """
         told = Told(bench.drafter(bench.noisy), bench.texts * 64, LENGTHS * 64)
-        excess = variance = 0.0
-        for seed in range(3):
+        excess, variance = [0.0, 0.0], [0.0, 4.0]  # a rare token or two are chance
+        for seed in range(max(1, DRAWS // (len(told.texts) * told.drafter.num_drafts))):
             drawn = told.propose(temperature, seed)
             assert drawn.probs_BKV is not None
-            q = drawn.probs_BKV.double()
-            of_BK = q.gather(-1, drawn.tokens_BK[..., None])[..., 0]
-            assert (of_BK > 0).all(), "a token was drawn that has probability 0"
-            counted_BK = torch.ones_like(of_BK).cumsum(1) <= count_of(drawn)[:, None]
-            mean_BK = q.square().sum(-1)
-            excess += float((of_BK - mean_BK)[counted_BK].sum())
-            variance += float((q.pow(3).sum(-1) - mean_BK.square())[counted_BK].sum())
-        sigmas = excess / (math.sqrt(variance) or 1)
-        assert abs(sigmas) < 5, (
-            f"drafts that count are {abs(sigmas):.1f} sigma {'more' if excess > 0 else 'less'} probable "
-            "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"
-        )
+            q, tokens_BK1 = drawn.probs_BKV.double(), drawn.tokens_BK[..., None]
+            assert (q.gather(-1, tokens_BK1) > 0).all(), "a token was drawn that has probability 0"
+            counted_BK = torch.arange(q.shape[1]) < count_of(drawn)[:, None]
+            least, order = q.masked_fill(q == 0, 1.0).topk(8, largest=False)
+            rare = torch.zeros_like(q).scatter(-1, order, (least.cumsum(-1) <= RARE).to(q.dtype))
+            for number, value in enumerate((q, rare)):
+                mean_BK, drawn_BK = (q * value).sum(-1), value.gather(-1, tokens_BK1)[..., 0]
+                of_BK = (q * value.square()).sum(-1) - mean_BK.square()
+                excess[number] += float((drawn_BK - mean_BK)[counted_BK].sum())
+                variance[number] += float(of_BK[counted_BK].sum())
+        for what, more, of in zip(("probable", "often rare"), excess, variance, strict=True):
+            sigmas = more / (math.sqrt(abs(of)) or 1)
+            assert abs(sigmas) < 5, (
+                f"drafts that count are {abs(sigmas):.1f} sigma {'more' if more > 0 else 'less'} {what} "
+                "than drawn ones\nthey are drawn otherwise, or chosen by what was drawn"
+            )
 
 
 # ---------------------------------------------------------------- telling a drafter
@@ -315,6 +345,14 @@ class Told:
         generator = torch.Generator().manual_seed(seed)
         found, rows = self.drafter.propose(self.state, temperature, generator), len(self.texts)
         return checked_proposal(found, self.drafter, rows, VOCABULARY, temperature, values=True)
+
+
+def swapped(text: Sample, at: int) -> Sample:
+    """Return a text whose features there and at the next place are swapped, each with the token after it."""
+    places = [*range(len(text.token_ids_T))]
+    rows, tokens = ([*places[:i], i + 1, i, *places[i + 2 :]] for i in (at, at + 1))
+    features = {name: value[rows] for name, value in text.features.items()}
+    return dataclasses.replace(text, token_ids_T=text.token_ids_T[tokens], features=features)
 
 
 def parents_of(proposal: Proposal) -> Tensor:

@@ -42,8 +42,8 @@ PHASES = ("phase:decode", "phase:prefill")
 CAPABILITIES: dict[str, tuple[str, ...]] = {
     "algorithm": (
         "compile", "cross_entropy", "disagg", "disagg-stateless", "distils", "layout:NAME", "parallel",
-        "split_dependent", "stop_gradient", *(f"{server}:NAME" for server in SERVERS),
-        *(f"served:{server}" for server in SERVERS),
+        "split_dependent", "split_dependent:NAME", "stop_gradient", "stop_gradient:NAME",
+        *(f"{server}:NAME" for server in SERVERS), *(f"served:{server}" for server in SERVERS),
     ),
     "store": ("durable", "memory-speed", "shared"),
     "capture": ("embeddings", "graphs", "images", "per-rank", "tensor-parallel", "topk"),

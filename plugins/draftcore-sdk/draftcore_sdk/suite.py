@@ -154,9 +154,9 @@ def hash_as_elsewhere(plugin: str, patch: pytest.MonkeyPatch) -> None:
     def elsewhere(value: object) -> int:
         return hash((value, "elsewhere") if {"'", '"'} & {*repr(value)} else value)
 
-    package = plugin.split()[0].partition(":")[0].partition(".")[0]
+    packages = {one.partition(":")[0].partition(".")[0] for one in plugin.split()}
     for name, module in [*sys.modules.items()]:
-        if name.partition(".")[0] == package:
+        if name.partition(".")[0] in packages:
             patch.setattr(module, "hash", elsewhere, raising=False)
 
 

@@ -21,14 +21,15 @@ from torch import Tensor
 from draftcore.contracts.algorithm import Draft, Sample
 from draftcore_sdk.causality import LABELS, Reading, learning
 from draftcore_sdk.check import variants
-from draftcore_sdk.drafting import Told, nodes, parents_of
-from draftcore_sdk.suite import Suite, slow
+from draftcore_sdk.drafting import FAR, Told, nodes, parents_of
+from draftcore_sdk.suite import Suite, once, slow
 from draftcore_sdk.workbench import ANSWER, STEPS, VOCABULARY, Bench
 
 EXACT = (
     3e-5  # between a loss and a surprise; at most 6e-6 in nine algorithms, features in half 4e-4
 )
-ROWS, DRAWN, TRIED = 64, 1024, 10  # of draws, of draws for one token, of labels
+ROWS, DRAWN, TRIED = 64, 8, 10  # of draws, how often for one token, of labels
+EARLY = 4  # tokens that a drafter was told
 # What a teacher may do with the target's logits, and what it then has forgotten.
 TEACHERS = {"": (1, 1), "soft cap": (1, 0), "scale": (0, 1), "scale and soft cap": (0, 0)}
 Note = Callable[[str, object], None]  # pytest's `record_property`: the report shows it
@@ -67,6 +68,22 @@ class Taught(Suite):
         cause = "logits or states are scaled, or normed once more, where training does not"
         assert known.sure >= surest, f"{cause}\n{sure}"
 
+    @once
+    def test_the_drafter_reads_as_far_back_as_training(self, bench: Bench) -> None:
+        """Of a long text both read the first features, or neither does."""
+        text, drafter = bench.texts[0], bench.drafter(bench.noisy)
+        turned = {n: torch.cat([x[:20].flip(-1), x[20:]]) for n, x in text.features.items()}
+        losses, drafts = list[float](), list[Tensor]()
+        for one in (text, dataclasses.replace(text, features=turned)):
+            batch = bench.collate([learning(one, FAR + 2, range(FAR - 2, FAR + 2))])
+            losses.append(float(bench.loss(bench.noisy, batch).numerator.detach()))
+            drafts.append(Told(drafter, [one], [FAR], pad=0).drafts().probs_BKV)
+        reads = {"training": losses[0] != losses[1], "the drafter": not torch.equal(*drafts)}
+        less, more = sorted(reads, key=lambda name: reads[name])
+        assert reads[less] == reads[more], (
+            f"{FAR} tokens back {more} reads features and {less} does not: a window, or lost slots"
+        )
+
     # ------------------------------------------------------------ capabilities
 
     def test_training_minimises_the_cross_entropy_of_the_drafter(
@@ -76,6 +93,7 @@ class Taught(Suite):
 
         Of a text of n tokens, from the second on to be learned, the last is drafted first by who
         was told n-2, second by who was told n-3, and so on; what these weigh is for training to say.
+        Far into a text as well, where only who was told n-2 drafts what is learned alone.
         """
         record_property("judged", require_fits(bench, "cross_entropy"))
 
@@ -175,12 +193,10 @@ def require_fits(bench: Bench, capability: str) -> str:
         if isinstance(value, str) and bench.data.get(name) == value:
             pytest.skip(f"the capability is of the default options, and {name} is {value}")
     draft, offset, gaps = bench.shaken(0.1), Reading.of(bench).offset, list[float]()
+    fit = fit_teachers if capability == "distils" else fit_tokens
     for text, probs_PV in [*drawn_texts(bench, draft)]:
         draft.module.train()
-        if capability == "distils":
-            fits = fit_teachers(bench, draft, text, probs_PV, offset)
-        else:
-            fits = {"": fit_tokens(bench, draft, text, probs_PV)}
+        fits = fit(bench, draft, text, probs_PV, offset)
         gaps.append(fits[""].gap)
         forgotten = next((name for name, fit in fits.items() if name and fit.gap < EXACT), "")
         cause = f"the {forgotten} of the target's logits is forgotten: `TargetSpec.capped`"
@@ -188,7 +204,20 @@ def require_fits(bench: Bench, capability: str) -> str:
             f"{cause if forgotten else fits[''].cause}\nthe loss of a token that is drafted in "
             f"{len(gaps)} place(s) is {gaps[-1]:.2g} nats off its surprise in the drafter"
         )
-    return f"{max(gaps):.1g} nats apart in {len(gaps)} place(s), expected {EXACT}"
+    said = f"{max(gaps):.1g} nats apart in {len(gaps)} place(s), expected {EXACT}"
+    for told in (EARLY, FAR):
+        text = bench.texts[0]
+        probs_BKV = Told(bench.drafter(draft), [text], [told], pad=0).propose(1.0).probs_BKV
+        assert probs_BKV is not None
+        draft.module.train()
+        gap = fit(bench, draft, text, probs_BKV[0, :1], offset, told)[""].gap
+        if told == EARLY and gap >= EXACT:
+            return said  # who was told less drafts it as well
+        assert gap < EXACT, (
+            f"after {told} tokens the loss of the next is {gap:.2g} nats off its surprise in the "
+            f"drafter, and not after {EARLY}: another window, position or number of slots"
+        )
+    return f"{said}; also after {FAR} tokens"
 
 
 def drawn_texts(bench: Bench, draft: Draft) -> Iterator[tuple[Sample, Tensor]]:
@@ -220,18 +249,21 @@ def drawn_texts(bench: Bench, draft: Draft) -> Iterator[tuple[Sample, Tensor]]:
     if path[1:]:
         yield text, torch.stack([second.probs_BKV[row, 0], first_KV[path[1]]])
     if path[2:]:
-        many = Told(drafter, [text] * DRAWN, [2] * DRAWN, pad=0).propose(1.0)
+        many = Told(drafter, [text] * 2 * ROWS, [2] * 2 * ROWS, pad=0)
         third = Told(drafter, [text], [3], pad=0).propose(1.0)
-        assert many.probs_BKV is not None
         assert third.probs_BKV is not None
-        for number, at, above, beside in nodes(many):
-            if above == text.token_ids_T[3:4].tolist() and not beside:
-                rest_PV = torch.stack([many.probs_BKV[number, at], first_KV[path[2]]])
-                yield text, torch.cat([third.probs_BKV[0, :1], rest_PV])
-                return
+        for drawn in (many.propose(1.0, seed) for seed in range(DRAWN)):
+            assert drawn.probs_BKV is not None
+            for number, at, above, beside in nodes(drawn):
+                if above == text.token_ids_T[3:4].tolist() and not beside:
+                    rest_PV = torch.stack([drawn.probs_BKV[number, at], first_KV[path[2]]])
+                    yield text, torch.cat([third.probs_BKV[0, :1], rest_PV])
+                    return
 
 
-def fit_tokens(bench: Bench, draft: Draft, text: Sample, probs_PV: Tensor) -> Fit:
+def fit_tokens(
+    bench: Bench, draft: Draft, text: Sample, probs_PV: Tensor, offset: int, told: int = 1
+) -> dict[str, Fit]:
     """Try last tokens, from the most to the least probable that counts."""
     order_V = probs_PV[0].argsort(descending=True)
     likely = order_V[probs_PV.amin(0)[order_V] > 1e-12]
@@ -243,17 +275,18 @@ def fit_tokens(bench: Bench, draft: Draft, text: Sample, probs_PV: Tensor) -> Fi
     if len(tried) < 4:
         pytest.skip("the first draft is chosen, not drawn: its distribution is not to be seen")
     tokens_NT = text.token_ids_T.repeat(len(tried), 1)
-    tokens_NT[:, len(probs_PV) + 1] = tried
+    tokens_NT[:, told + len(probs_PV)] = tried
     texts = [dataclasses.replace(text, token_ids_T=tokens_T) for tokens_T in tokens_NT]
     surprise_NP = -probs_PV[:, tried].double().log().T
-    return Fit(losses(bench, draft, texts, len(probs_PV) + 1), surprise_NP, surprise_NP[:, :0])
+    loss_N = losses(bench, draft, texts, told, told + len(probs_PV), offset)
+    return {"": Fit(loss_N, surprise_NP, surprise_NP[:, :0])}
 
 
 def fit_teachers(
-    bench: Bench, draft: Draft, text: Sample, probs_PV: Tensor, offset: int
+    bench: Bench, draft: Draft, text: Sample, probs_PV: Tensor, offset: int, told: int = 1
 ) -> dict[str, Fit]:
     """Try what the target may say of the last token: at other places of its answers it said that."""
-    spec, label = bench.example.spec, len(probs_PV) + 1
+    spec, label = bench.example.spec, told + len(probs_PV)
     states_NH = torch.cat([read["last_hidden"] for read in bench.example.features])
     logits_NV = (states_NH @ spec.head().T).double()
     drawable_V, most = probs_PV.amin(0) > 0, bench.request().topk or VOCABULARY
@@ -269,7 +302,7 @@ def fit_teachers(
             features[name][label - 1] = others[place]
         texts.append(dataclasses.replace(text, features=features))
     surprise_VP = -probs_PV.double().clamp_min(1e-300).log().T
-    loss_N, fits = losses(bench, draft, texts, label, offset), {}
+    loss_N, fits = losses(bench, draft, texts, told, label, offset), {}
     for name, (scaled, capped) in TEACHERS.items():
         given_NV = logits_NV[places] * spec.logit_scale**scaled
         if capped and spec.logit_softcap:
@@ -282,12 +315,12 @@ def fit_teachers(
 
 
 def losses(
-    bench: Bench, draft: Draft, texts: Sequence[Sample], label: int, offset: int = 0
+    bench: Bench, draft: Draft, texts: Sequence[Sample], first: int, label: int, offset: int
 ) -> Tensor:
-    """Return what a token of each text adds to the loss, whose labels are this one and those before."""
+    """Return what a token of each text adds to the loss, whose labels are this one and from `first` on."""
 
     def loss(text: Sample, stop: int) -> Any:
-        sample = learning(text, label + 1, range(max(0, 1 - offset), stop - offset))
+        sample = learning(text, label + 1, range(max(0, first - offset), stop - offset))
         output = bench.output(draft, bench.collate([sample]), STEPS)
         return sum(weight * numerator for numerator, _, weight in output.terms)
 

@@ -165,8 +165,14 @@ class Bench:
         if capability not in self.offer.capabilities:
             pytest.skip(f"the algorithm does not claim the capability {capability}")
 
+    def says(self, capability: str) -> bool:
+        """Whether it claims a capability, for any options or, as `NAME:CHOICE`, for one that is made."""
+        chosen = [name if value is True else value for name, value in self.options or ()]
+        words = {capability, *(f"{capability}:{choice}" for choice in chosen)}
+        return not words.isdisjoint(self.offer.capabilities)
+
     def require_absent(self, capability: str, because: str) -> None:
-        if capability in self.offer.capabilities:
+        if self.says(capability):
             pytest.skip(f"the algorithm says {capability}: {because}")
 
     def claimed(self, prefix: str) -> list[str]:
@@ -186,14 +192,14 @@ class Bench:
     @cached_property
     def learned(self) -> list[Sample]:
         """The target's answers, each to be learned whole."""
-        return [self._sample([row]) for row in range(len(QUESTIONS))]
+        return [self.text([row]) for row in range(len(QUESTIONS))]
 
     @cached_property
     def varied(self) -> list[Sample]:
         """Samples of several lengths with gaps in what is to be learned; the last is very long."""
         generator, samples = torch.Generator().manual_seed(SEED), list[Sample]()
         for rows, length in (([0], 11), ([1], 6), ([2], 9), ([0], 7), ([1, 2, 0], 0)):
-            sample = self._sample(rows, length)
+            sample = self.text(rows, length)
             gaps_T = torch.rand(sample.loss_mask_T.shape, generator=generator) < 0.8
             learned_T = gaps_T if length else gaps_T & sample.loss_mask_T
             samples.append(dataclasses.replace(sample, loss_mask_T=learned_T))
@@ -202,14 +208,14 @@ class Bench:
     @cached_property
     def texts(self) -> list[Sample]:
         """Longer samples, of all questions and answers in other orders."""
-        return [self._sample(rows) for rows in ([0, 1, 2] * 6, [1, 2, 0], [2, 0, 1])]
+        return [self.text(rows) for rows in ([0, 1, 2] * 6, [1, 2, 0], [2, 0, 1])]
 
     @property
     def batch(self) -> DraftBatch:
         """A batch of them, which a test may change."""
         return self.collate(self.varied)
 
-    def _sample(self, rows: Sequence[int], length: int = 0) -> Sample:
+    def text(self, rows: Sequence[int], length: int = 0) -> Sample:
         """Questions with their answers, or the last `length` tokens of them."""
         example, request = self.example, self.request()
         tokens = [token for row in rows for token in example.prompts[row] + example.answers[row]]
@@ -263,11 +269,11 @@ class Bench:
         draft.module.eval()
         return draft
 
-    def shaken(self, width: float) -> Draft:
+    def shaken(self, width: float, data: DataSummary | None = None) -> Draft:
         """Build a draft with noise on all that is trained: fresh weights are small, and norms 1."""
-        draft = self.build()
+        draft = self.build(data=data)
         with global_seed(SEED), torch.no_grad():
-            for weight in (w for w in draft.module.parameters() if w.requires_grad):
+            for weight in trainable(draft).values():
                 weight.add_(torch.randn_like(weight), alpha=width)
         return draft
 
@@ -287,7 +293,7 @@ class Bench:
     def measure(self, *batches: DraftBatch, draft: Draft | None = None) -> Measured:
         """Sum up the loss and the gradient of micro-batches, as the trainer does."""
         draft = draft or self.draft
-        trained = {n: p for n, p in draft.module.named_parameters() if p.requires_grad}
+        trained = trainable(draft)
         output = as_ratio(summed([self.output(draft, batch) for batch in batches]))
         found: Sequence[Tensor | None] = [None] * len(trained)
         if output.numerator.requires_grad:
@@ -376,6 +382,11 @@ def global_seed(seed: int) -> Iterator[None]:
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def trainable(draft: Draft) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in draft.module.named_parameters() if p.requires_grad}
 
 
 def snapshot(draft: Draft) -> dict[str, Tensor]:

@@ -108,8 +108,6 @@ BODY = """
 WRONG = """
 == asks_for_a_layer_that_is_not_there: test_the_request_names_what_the_target_has
 ChainAlgorithm.feature_request(target): return FeatureRequest((target.num_layers,), True, "float32")
-== asks_for_another_layer_each_time: test_the_request_is_the_same_again_and_needs_no_weights
-ChainAlgorithm.feature_request(target): return FeatureRequest((next(COUNT) % 2,), True, "float32")
 == reads_weights_to_request: test_the_request_is_the_same_again_and_needs_no_weights
 ChainAlgorithm.feature_request(target): return target.head().ndim and super().feature_request(target)
 == builds_by_the_clock: test_the_same_seed_builds_the_same_bits
@@ -153,15 +151,18 @@ ChainAlgorithm.collate(samples):
 ChainDraft.forward(batch): return scaled(super().forward(batch), self.longest)
 == seeds_torch_when_it_builds: test_the_same_seed_builds_the_same_bits
 init_linears(module) => torch.manual_seed(0) and init_linears(module)
-== has_a_term_more_for_long_batches: test_any_split_into_micro_batches_gives_one_update[4]
-ChainDraft.forward(batch):
-    output = super().forward(batch)
-    terms = [*output.terms] * (1 + (batch.token_ids_BT.shape[1] > 20))
-    return StepOutput(terms=terms, counts=output.counts)
+== keeps_slow_weights_beside_its_state: test_the_optimizer_moves_every_weight_as_the_schedule_says: resumed
+ChainAlgorithm.optimizer(draft, lr): return Slow(draft.module.parameters(), lr)
+Slow(torch.optim.SGD).step():
+    super().step()
+    weights = self.param_groups[0]["params"]
+    slow = vars(self).setdefault("slow", [weight.detach().clone() for weight in weights])
+    for weight, mean in zip(weights, slow):
+        mean.copy_(weight.data.lerp_(mean, 0.5))
+== schedules_by_its_calls: test_the_optimizer_moves_every_weight_as_the_schedule_says: the schedule
+ChainAlgorithm.schedule(step): return 1 + next(COUNT) / 100
 == forgets_weights_in_its_optimizer: test_the_optimizer_moves_every_weight_as_the_schedule_says
 ChainAlgorithm.optimizer(draft, lr): return torch.optim.SGD([draft.module.cell.down.weight], lr=lr)
-== schedules_nothing: test_the_optimizer_moves_every_weight_as_the_schedule_says
-ChainAlgorithm.schedule(step): return 0.0
 == divides_by_nothing: test_an_all_masked_batch_adds_nothing
 StepOutput(numerator, => StepOutput(numerator / denominator * denominator,
 == draws_from_the_global_generator: test_the_same_inputs_give_the_same_bits
@@ -179,6 +180,10 @@ mask_BT[:, k + 1 :] => mask_BT[:, k + 1 :].where(torch.arange(tokens_BT.shape[1]
 ChainDraft.forward(batch): return scaled(super().forward(batch), batch.loss_mask_BT[0].sum())
 == adds_means_as_metrics: test_loss_and_metrics_are_ratios_of_finite_scalars
 "accuracy": (hits, total) => "accuracy": (numerator, total)
+== counts_in_half_precision: test_thousands_of_tokens_add_up_row_by_row
+denominator + weight * number => denominator + weight * number.half()
+== clips_what_stands_out_of_its_batch: test_thousands_of_tokens_add_up_row_by_row
+"none") * counting_R => "none") * counting_R; loss_R = loss_R.clamp(max=loss_R.quantile(0.99))
 == detaches_a_part: test_gradients_reach_every_trainable_parameter
 self.gate(both) => self.gate(both).detach()
 == trains_the_targets_embedding: test_gradients_reach_none_of_the_targets_tensors
@@ -191,6 +196,16 @@ Cell.forward(*given):
     state = super().forward(*given)
     state.requires_grad and state.register_hook(lambda grad: 1.01 * grad)
     return state
+== doubles_its_loss_alone: test_the_gradient_is_the_slope_with_each_choice_of_an_option: with doubled
++    doubled: bool = False
+     steps: int = Field(
+
+     init_linears(module)
++    module.doubled = options.doubled
+
+-        return StepOutput(numerator,
++        numerator = numerator + self.doubled * numerator.detach()
++        return StepOutput(numerator,
 == breaks_the_graph: test_compile_gives_one_graph_for_all_batches_and_the_same_loss
 numerator = numerator + weight => numerator = numerator + (number > 0).item() * weight
 == answers_none_to_disagg: test_disagg_answers_an_empty_batch_with_an_empty_input
@@ -203,16 +218,6 @@ ChainAlgorithm.disagg_row(): return ("topk",) if next(COUNT) % 2 else ()
 topk_index_BK, last_tokens) => topk_index_BK, last_tokens.add_(1))
 == hands_on_a_clamped_state: test_disagg_hands_on_what_rows_hold_bit_for_bit
 DraftInput(batch.hidden_BH => DraftInput(batch.hidden_BH.clamp(-60, 60)
-== hands_on_the_best_proposal_only: test_disagg_hands_on_what_rows_hold_bit_for_bit
-batch.topk_p_BK, batch.topk_index_BK, => batch.topk_p_BK[:, :1], batch.topk_index_BK[:, :1],
-== normalises_what_was_proposed: test_disagg_hands_on_what_rows_hold_bit_for_bit
-batch.topk_p_BK, => batch.topk_p_BK / batch.topk_p_BK.sum(-1, keepdim=True),
-== sorts_the_proposals_of_all_layers: test_disagg_hands_on_what_rows_hold_bit_for_bit
-batch.topk_p_BK, => batch.topk_p_BK.sort(-1, descending=True).values,
-== packs_ids_with_states: test_disagg_hands_on_what_rows_hold_bit_for_bit
-batch.topk_index_BK, => batch.topk_index_BK.to(batch.hidden_BH.dtype).long(),
-== leaves_out_rows_of_zeros: test_disagg_hands_on_what_rows_hold_bit_for_bit
-DraftInput(batch.hidden_BH => DraftInput(batch.hidden_BH[batch.hidden_BH.any(-1)]
 == answers_with_a_buffer_of_its_own: test_disagg_hands_on_what_rows_hold_bit_for_bit
 ChainAlgorithm.held(hidden_BH):
     key = str((hidden_BH.shape, hidden_BH.dtype))
@@ -220,8 +225,6 @@ ChainAlgorithm.held(hidden_BH):
 DraftInput(batch.hidden_BH => DraftInput(self.held(batch.hidden_BH)
 == makes_the_last_tokens_on_the_host: test_disagg_answers_where_the_rows_lie_and_waits_for_nothing
 topk_index_BK, last_tokens) => topk_index_BK, torch.tensor(last_tokens.tolist(), dtype=torch.long))
-== asks_for_no_state: test_disagg_asks_for_the_state_that_drafts_go_on_from
-ChainAlgorithm.disagg_row(): return ("topk",)
 == claims_to_need_the_last_token_only: test_disagg_asks_for_the_state_that_drafts_go_on_from
 "disagg", "cross_entropy" => "disagg-stateless", "cross_entropy"
 == writes_into_the_relay: test_disagg_leaves_what_it_is_given_alone
@@ -235,14 +238,15 @@ ChainAlgorithm.disagg_row(): return ("topk",)
 StepOutput(numerator, => StepOutput(2 * numerator.detach() - numerator,
 == asks_for_the_next_layer: test_the_drafter_reads_what_training_captured
 FeatureRequest(layers=(), last_hidden=True, dtype=dtype) => FeatureRequest((1,), True, dtype)
-== drafts_from_turned_states: test_the_drafter_computes_what_training_taught
-at(self.draft.enter(features), => at(self.draft.enter(features).flip(-1),
-== drafts_one_more_than_it_says: test_proposals_have_shapes_and_probabilities_as_they_must
-chain(choices) => chain([*choices, choices[-1]])
 == states_half_of_its_probabilities: test_proposals_have_shapes_and_probabilities_as_they_must
 chain(choices) => chain([(token_B, p if p is None else p / 2) for token_B, p in choices])
 == samples_colder_than_it_says: test_sampled_drafts_follow_the_probabilities_they_come_with[1.0]
 +            choices[-1] = choose(2 * logits_BV, temperature, generator)[0], choices[-1][1]
+             token_B, _ = choices[-1]
+== draws_from_its_256_best_tokens: test_sampled_drafts_follow_the_probabilities_they_come_with[200.0]
++            least_B1 = logits_BV.topk(256).values[:, -1:]
++            best_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
++            choices[-1] = choose(best_BV, temperature, generator)[0], choices[-1][1]
              token_B, _ = choices[-1]
 == moves_on_when_it_proposes: test_proposing_changes_nothing
 +        state.state_BH.copy_(state_BH)
@@ -255,6 +259,9 @@ ChainDrafter.propose(*given):
 == drafts_a_token_twice_side_by_side: test_a_node_depends_on_what_is_above_and_beside_it
 ChainDrafter.depth: return 1
 chain(choices) => replace(chain(choices[:1] * 5), parents_BK=torch.full((len(token_B), 5), -1))
+== counts_positions_in_bf16: test_neighbours_are_told_apart_far_into_a_text
+self.draft.enter(features), lengths_B - 1 => self.draft.placed(self.draft.enter(features)), lengths_B - 1
+ChainDraft.placed(x): return (x * torch.arange(x.shape[1])[:, None].bfloat16().float().cos()).cumsum(1)
 == mixes_rows: test_a_prompt_may_be_long_or_a_single_token
 at(self.draft.enter(features), => at(self.draft.enter(features).roll(1, 0),
 == selects_other_rows: test_selected_rows_go_on_as_before
@@ -275,22 +282,16 @@ implementation="draftcore_{name} => examples=[{"steps": 3}], implementation="dra
 +        draft.module.load_state_dict(serving.read_tensors(folder, {}), strict=False)
 == exports_any_layout: test_an_unknown_layout_is_refused
 write_export(folder, layout, => write_export(folder, "serving",
-== is_served_other_layers: test_servers_draft_what_the_drafter_does
-Served.captured(host): return (1,)
 == is_served_without_a_norm: test_servers_draft_what_the_drafter_does
 self.normed(state, "state") => state
 == knows_any_server: test_an_unknown_server_is_refused
 require_server(server, ["chat"]) => assert server
-== exports_untrained_weights: test_an_export_reads_back_as_the_draft_and_changes_nothing_in_it
-dict(draft.module.named_parameters()) => {n: p * 0 for n, p in draft.module.named_parameters()}
 == reads_padding_at_prefill: test_what_pads_prompts_and_rounds_changes_no_draft
 at(self.draft.enter(features), lengths_B - 1) => self.draft.enter(features)[:, -1]
 == takes_the_last_token_of_a_padded_round: test_what_pads_prompts_and_rounds_changes_no_draft
 at(tokens_BK, counts_B - 1) => tokens_BK[:, -1]
 == goes_on_one_token_early: test_rounds_that_were_accepted_count_as_a_longer_prompt
 enter(features), counts_B - 1 => enter(features), (counts_B - 2).clamp(min=0)
-== blends_with_the_state_before: test_rounds_that_were_accepted_count_as_a_longer_prompt
-state.state_BH.copy_( => state.state_BH.mul_(0.1).add_(
 == holds_its_state_itself: test_a_prompt_may_be_long_or_a_single_token
 ChainDrafter.prefill(state, *given):
     super().prefill(state, *given)
@@ -298,21 +299,19 @@ ChainDrafter.prefill(state, *given):
 ChainDrafter.propose(state, *given):
     same = len(self.only.token_B) == len(state.token_B)
     return super().propose(self.only if same else state, *given)
-== divides_by_the_temperature_twice: test_a_temperature_sharpens_the_distributions
-choose(logits_BV, => choose(logits_BV / (temperature or 1),
 == ignores_the_temperature: test_a_temperature_sharpens_the_distributions
 choose(logits_BV, temperature, => choose(logits_BV, float(temperature > 0),
-== draws_with_the_global_generator: test_draws_come_from_the_generator_that_is_given
-temperature, generator)) => temperature, None))
 == reseeds_at_every_draft: test_draws_come_from_the_generator_that_is_given
 temperature, generator)) => temperature, torch.Generator().manual_seed(0)))
 == flattens_its_logits: test_the_drafter_computes_what_training_taught
 choose(logits_BV, => choose(0.1 * logits_BV,
+== trains_on_sums_of_rows: test_the_drafter_reads_as_far_back_as_training
+state_BTH = self.enter(batch.features) => state_BTH = self.enter(batch.features).cumsum(1)
 == norms_before_the_head: test_training_minimises_the_cross_entropy_of_the_drafter
 logits_BV = state_BH => logits_BV = self.draft.cell.state_norm(state_BH)
 == halves_the_state_between_steps: test_training_minimises_the_cross_entropy_of_the_drafter
 token_B, _ = choices[-1] => token_B, state_BH = choices[-1][0], 0.5 * state_BH
-== draws_by_pythons_hash: test_runs_decode_losslessly_and_resume_to_the_same_bits
+== draws_by_pythons_hash: test_the_same_inputs_give_the_same_bits: with hash() as in another process
 ChainDraft.forward(batch): return scaled(super().forward(batch), 1 + hash(batch.ids) % 1000 / 10000)
 == shrinks_its_weights_in_the_loss: test_the_loss_leaves_the_draft_as_it_is
 ChainDraft.forward(batch):
@@ -329,9 +328,12 @@ ChainDraft.__init__(*given):
 frozen=ChainDraft.FROZEN => frozen=frozenset({"embed_tokens"})
 == recommends_a_warmup_in_percent: test_the_recommended_settings_can_train
 warmup_ratio=0.04 => warmup_ratio=4.0
-== has_no_gradient_where_nothing_is_learned: test_an_all_masked_batch_adds_nothing
-StepOutput(numerator, => StepOutput(numerator if denominator > 0 else numerator.detach(),
-== draws_by_ids_alone: test_what_is_drawn_depends_on_the_runs_seed
+== draws_alike_in_each_epoch: test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch: the epoch
+ChainAlgorithm.forward_loss(draft, batch, context):
+    output = super().forward_loss(draft, batch, context)
+    output.terms = [(n * (context.seed + len(batch.ids[0].feature_id)), d, w) for n, d, w in output.terms]
+    return output
+== draws_by_ids_alone: test_what_is_drawn_depends_on_the_runs_seed_and_on_the_epoch: `context.seed`
 ChainDraft.forward(batch): return scaled(super().forward(batch), len(batch.ids[0].feature_id))
 == returns_early_where_nothing_is_learned: test_nothing_to_learn_calls_all_units_and_reaches_all_weights
 ChainDraft.forward(batch):
