@@ -77,7 +77,7 @@ MODULES: dict[str, Change] = {
     "quantised-head": four_bits,
     "odd": lambda m: m.fc.weight.data.mul_(1.5),
 }
-NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy", "one-more")
+NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy", "rounded")
 
 
 @hookimpl
@@ -141,11 +141,13 @@ class Wrong:
                 (found,) = speculate(self.runner, [prompt], options)
         if self.name == "short":
             found.tokens.pop()
-        if self.name == "lossy" and sum(prompt) % 2:
+        asked = (max_new_tokens, *prompt)
+        rounded = self.name == "rounded" and self.answers
+        if (self.name == "lossy" and sum(prompt) % 2) or (rounded and asked == min(self.answers)):
             found.tokens[-1] ^= 1
         positions = range(self.runner.drafter.num_drafts)
         accepted = tuple(sum(count > k for count in found.accepted) for k in positions)
-        more = self.name == "one-more" and (max_new_tokens, *prompt) == min(self.answers)
+        more = bool(rounded and asked == max(self.answers))
         return Answer(tuple(found.tokens), len(found.accepted) + more, accepted)
 
     def command(self) -> str:
