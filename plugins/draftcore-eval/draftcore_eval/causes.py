@@ -395,6 +395,8 @@ def mapped_otherwise(module: nn.Module, convert: str) -> Iterator[Mistake]:
         (offsets, "offsets of d2t are taken for token ids"),
         (index, "d2t is not read: draft token i is taken for token i"),
         ((offsets + 2 * index).clamp_max(largest), "i is added to d2t twice"),
+        ((offsets + index).roll(-1), "d2t is one off: draft token i is taken for that of i + 1"),
+        ((offsets + index).roll(1), "d2t is one off: draft token i is taken for that of i - 1"),
     ):
         yield Mistake(
             f"vocabulary: {how}",
