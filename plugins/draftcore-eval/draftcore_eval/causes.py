@@ -390,13 +390,14 @@ def mapped_otherwise(module: nn.Module, convert: str) -> Iterator[Mistake]:
     if not isinstance(offsets := getattr(module, "d2t", None), Tensor):
         return
     index = torch.arange(len(offsets), device=offsets.device)
-    largest = int((offsets + index).max())
+    right = offsets + index
+    largest, last = int(right.max()), len(right) - 1
     for ids, how in (
         (offsets, "offsets of d2t are taken for token ids"),
         (index, "d2t is not read: draft token i is taken for token i"),
-        ((offsets + 2 * index).clamp_max(largest), "i is added to d2t twice"),
-        ((offsets + index).roll(-1), "d2t is one off: draft token i is taken for that of i + 1"),
-        ((offsets + index).roll(1), "d2t is one off: draft token i is taken for that of i - 1"),
+        ((right + index).clamp_max(largest), "i is added to d2t twice"),
+        (right[(index + 1).clamp_max(last)], "d2t is one off: draft token i is read at i + 1"),
+        (right[(index - 1).clamp_min(0)], "d2t is one off: draft token i is read at i - 1"),
     ):
         yield Mistake(
             f"vocabulary: {how}",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner, Result
@@ -28,9 +27,7 @@ from draftcore.errors import UsageError
 ENGINES = Path(__file__).with_name("wrong_engine.py")
 # Of each draft its options, the steps that it is trained, and the tokens of an answer.
 DRAFTS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "eagle3": (
-        {"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 3}, 120, 40,
-    ),
+    "eagle3": ({"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 3}, 120, 40),
     "dflash": ({"num_layers": 2, "layers": [1, 3], "block_size": 5, "num_anchors": 16}, 90, 24),
 }  # fmt: skip
 # What each wrong engine's cause begins with.
@@ -50,11 +47,9 @@ CAUSES = {
     "causal": "causality: the engine takes is_causal for true",
     "mask-token": "mask token: the engine takes mask_token_id for 0",
 }
-OF_BLOCKS = ("causal", "mask-token")
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """A run whose draft was trained on the target's own answers to the eval prompts, and its export."""
 
     yaml: Path
@@ -131,7 +126,7 @@ def served(trained: dict[str, Trained]) -> Iterator[Any]:
 def test_each_mistake_of_an_engine_is_named_with_the_first_token_that_shows_it(
     served: Any, engine: str
 ) -> None:
-    found: Served = served("dflash" if engine in OF_BLOCKS else "eagle3", engine)
+    found: Served = served("dflash" if engine in ("causal", "mask-token") else "eagle3", engine)
     assert not found.as_trained
     causes = [cause for cause, remedy in found.causes if remedy]
     assert len(causes) < 4, "few mistakes give the same rounds"
@@ -162,8 +157,7 @@ def test_in_16_bits_rounds_of_alike_sums_and_an_output_that_part_are_roundings(
     found = served("eagle3", "rounded")
     assert (len(found.outputs), found.different) == (1, []), "farther apart than roundings part"
     monkeypatch.setattr("draftcore_eval.served.FAR", 1e9)
-    found = served("eagle3", "rounded")
-    assert found.as_trained
+    assert (found := served("eagle3", "rounded")).as_trained
     assert all(f"the {what}" in str(found.ties) for what in ("rounds of all", "target's two best"))
     assert not served("eagle3", "lossy").as_trained
     assert not served("eagle3", "odd").as_trained
@@ -184,9 +178,8 @@ def test_a_draft_that_is_served_as_trained_is_said_to_be(trained: dict[str, Trai
     assert found["served_as_trained"]
     assert found["acceptance_length"]["engine"] == found["acceptance_length"]["here"] > 1
     assert found["acceptance_by_position"]["engine"] == found["acceptance_by_position"]["here"]
-    assert {name: group["prompts"] for name, group in found["groups"].items()} == {
-        "odd": 1, "even": 1, "prompts of below 128 tokens": 2,
-    }  # fmt: skip
+    counts = [(name, group["prompts"]) for name, group in found["groups"].items()]
+    assert counts == [("odd", 1), ("even", 1), ("prompts of below 128 tokens", 2)]
 
 
 def test_another_output_is_told_from_a_tie_and_an_answer_that_breaks_off_is_refused(
@@ -228,8 +221,7 @@ def test_the_number_of_drafts_that_is_fastest_on_an_engine_goes_into_the_card(
     one = trained["eagle3"]
     said, registry = list[str](), load_plugins([ENGINES])
     asked: dict[str, Any] = {"engine": "right", "speed": True, "registry": registry}
-    asked["say"] = said.append
-    api.served(one.yaml, "eval.prompts=2", **asked)
+    api.served(one.yaml, "eval.prompts=2", say=said.append, **asked)
     speed = json.loads((file := one.export.parent / "speed-right.json").read_text())
     rounds = [figures["rounds"] for figures in speed["drafts"].values()]
     assert list(speed["drafts"]) == ["1", "2", "3"]
