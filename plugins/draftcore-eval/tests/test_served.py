@@ -76,8 +76,7 @@ def train(name: str, target: Path, folder: Path) -> Trained:
     options, steps, limit = DRAFTS[name]
     rows = [
         {"messages": [{"role": "user", "content": f"q{i}?" * (1 + 29 * (i == 5))}],
-         "category": ("odd", "even")[i % 2]}
-        for i in range(6)
+         "category": ("odd", "even")[i % 2]} for i in range(6)
     ]  # fmt: skip
     (asked := folder / "eval.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config: dict[str, Any] = {
@@ -188,15 +187,13 @@ def test_another_output_is_told_from_a_tie_and_an_answer_that_breaks_off_is_refu
     yaml = trained["eagle3"].yaml
     lossy = cli(yaml, "--engine", "lossy")
     assert lossy.exit_code == 1
-    assert "1 of 2 are those of plain decoding" in lossy.output
-    assert "it is not lossless" in lossy.output
+    assert all(what in lossy.output for what in ("1 of 2 are those of plain", "is not lossless"))
     tied = cli(yaml, "--engine", "lossy", "eval.tie_bound=1e9")
     assert tied.exit_code == 0, tied.output
-    assert "2 of 2 are those of plain decoding" in tied.output
+    assert "2 of 2 are those of plain decoding, 1 of them up to a tie" in tied.output
     assert ": at token 40 the target's two best are" in tied.output
     short = cli(yaml, "--engine", "short", "--requests", 2)
-    assert short.exit_code == 1
-    assert "answered 0 of 2 prompts" in short.output
+    assert (short.exit_code, "answered 0 of 2 prompts" in short.output) == (1, True)
 
 
 def test_a_url_is_asked_whose_server_it_is() -> None:
