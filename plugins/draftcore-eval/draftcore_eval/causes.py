@@ -140,7 +140,8 @@ class Variants:
         """Return the mistakes that give an engine's `rounds`, by prompt, best; else which is nearest.
 
         `own` are the rounds of the draft as it is. In a prompt of ten a rounding may have chosen otherwise,
-        and so in one of ten whose rounds are not its own.
+        and so in one of ten whose rounds are not its own. The nearest gives those of more prompts than the
+        draft itself, by more than their root: of a mistake that changes little that many are chance.
         """
         differ = [row for row in rounds if own[row] != rounds[row]]
         few = sorted(differ, key=lambda row: len(self.prompts[row]))[:FEW]
@@ -156,7 +157,8 @@ class Variants:
         explained = min((len(rows & {*differ}) for _, rows in best), default=0)
         if most and 10 * most >= 9 * len(rounds) and 10 * explained >= 9 * len(differ):
             return [mistake for mistake, _ in best], ""
-        nearest = [mistake.cause for mistake, _ in best if most > len(rounds) - len(differ)]
+        clearly = most > len(rounds) - len(differ) + len(rounds) ** 0.5
+        nearest = [mistake.cause for mistake, _ in best if clearly]
         return [], "".join(f"{cause} ({most} of {len(rounds)} prompts)" for cause in nearest[:1])
 
     def _fits(self, mistake: Mistake, rounds: Mapping[int, int], rows: Sequence[int]) -> set[int]:
@@ -388,11 +390,14 @@ def mapped_otherwise(module: nn.Module, convert: str) -> Iterator[Mistake]:
     if not isinstance(offsets := getattr(module, "d2t", None), Tensor):
         return
     index = torch.arange(len(offsets), device=offsets.device)
-    largest = int((offsets + index).max())
+    right = offsets + index
+    largest, last = int(right.max()), len(right) - 1
     for ids, how in (
         (offsets, "offsets of d2t are taken for token ids"),
         (index, "d2t is not read: draft token i is taken for token i"),
-        ((offsets + 2 * index).clamp_max(largest), "i is added to d2t twice"),
+        ((right + index).clamp_max(largest), "i is added to d2t twice"),
+        (right[(index + 1).clamp_max(last)], "d2t is one off: draft token i is read at i + 1"),
+        (right[(index - 1).clamp_min(0)], "d2t is one off: draft token i is read at i - 1"),
     ):
         yield Mistake(
             f"vocabulary: {how}",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftcore_eval.causes import put
 from draftcore_eval.decode import EagerRunner, speculate
 from draftcore_eval.engines import Answer, Serving
 from draftcore_eval.options import EvalOptions
@@ -27,10 +28,6 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 def lower(config: dict[str, Any]) -> None:
     config[IDS] = [layer - 1 for layer in config[IDS]]
     config["eagle_config"][IDS] = [layer - 1 for layer in config["eagle_config"][IDS]]
-
-
-def other_base(config: dict[str, Any]) -> None:
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 1e6
 
 
 def pairs(module: Any) -> None:
@@ -62,7 +59,7 @@ Change = Callable[[Any], object]
 # What is changed in config.json, and in the draft that is read.
 CONFIGS: dict[str, Change] = {
     "lower-layers": lower,
-    "other-rope": other_base,
+    "other-rope": lambda config: put("rope_theta", 1e6, config),
     "fed-back-normed": lambda config: config.update(norm_output=True),
     "causal": lambda config: config.update(is_causal=True),
     "mask-token": lambda config: config["dflash_config"].update(mask_token_id=0),
@@ -77,7 +74,7 @@ MODULES: dict[str, Change] = {
     "quantised-head": four_bits,
     "odd": lambda m: m.fc.weight.data.mul_(1.5),
 }
-NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy", "one-more")
+NAMES = ("right", *CONFIGS, *MODULES, "fewer-drafts", "begins", "short", "lossy", "rounded")
 
 
 @hookimpl
@@ -141,11 +138,13 @@ class Wrong:
                 (found,) = speculate(self.runner, [prompt], options)
         if self.name == "short":
             found.tokens.pop()
-        if self.name == "lossy" and sum(prompt) % 2:
+        asked = (max_new_tokens, *prompt)
+        rounded = self.name == "rounded" and self.answers
+        if (self.name == "lossy" and sum(prompt) % 2) or (rounded and asked == min(self.answers)):
             found.tokens[-1] ^= 1
         positions = range(self.runner.drafter.num_drafts)
         accepted = tuple(sum(count > k for count in found.accepted) for k in positions)
-        more = self.name == "one-more" and (max_new_tokens, *prompt) == min(self.answers)
+        more = bool(rounded and asked == max(self.answers))
         return Answer(tuple(found.tokens), len(found.accepted) + more, accepted)
 
     def command(self) -> str:
