@@ -699,7 +699,7 @@ def soak(session: nox.Session) -> None:
 
 @job(name="bench-transport", requires=["wheels"])
 def bench_transport(session: nox.Session) -> None:
-    """Measure stores against their aims; `-- --only shm,write` measures some."""
+    """Measure stores against their aims; `-- --only write,naive` measures some."""
     env = {"OMP_WAIT_POLICY": "PASSIVE"}
     session.run(all_dists(session), "benchmarks/transport.py", *session.posargs, env=env)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from draftcore_file.store import FileStore
-from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore.contracts.store import FeatureStore, SampleRef, StoreItem, TensorSpec
@@ -31,8 +30,6 @@ BLOB_BYTES = 256 << 20  # of the naive client's staging memory
 
 
 def open_store(uri: str) -> FeatureStore:
-    if uri.startswith("shm:"):
-        return ShmStore.open(uri)
     if uri.startswith("file:"):
         return FileStore.open(uri)
     from draftcore_mooncake.store import MooncakeStore

@@ -3,12 +3,12 @@
     python benchmarks/sglang_capture.py            # one CUDA device, some 470 M random parameters
     python benchmarks/sglang_capture.py --small    # the same on a CPU, to try it
 
-Two servers share the device, one with this project's plugin switched on (a `shm` sink, receipts) and one
-without; they run as the plugin's README says and answer the same prompts in turn, some of 512 to 1,023
-tokens and some of twice that, as many at a time: without a capture, with one for each prompt, which is what
-it costs a server, and with captures in batches of 64 by several producers, which is what a run gets. Prints
-one line for each figure, first those of the way into the store alone (`sglang_sink.py`), which bound what
-follows.
+Two servers share the device, one with this project's plugin switched on (files in memory as its sink,
+receipts) and one without; they run as the plugin's README says and answer the same prompts in turn, some
+of 512 to 1,023 tokens and some of twice that, as many at a time: without a capture, with one for each prompt,
+which is what it costs a server, and with captures in batches of 64 by several producers, which is what a run
+gets. Prints one line for each figure, first those of the way into the store alone (`sglang_sink.py`), which
+bound what follows.
 
 The small model has few operations for each byte of its states, so that writing them matters as on a
 GPU; there the device copies, here the scheduler's thread and the writer do, on whatever cores there are.
@@ -33,6 +33,7 @@ from typing import Any
 
 import sglang_sink
 import torch
+from draftcore_file.store import FileStore
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.serving import Serving
 from draftcore_sdk.targets import tiny_target
@@ -41,7 +42,6 @@ from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.ranks import free_port
 from draftcore_sglang.remote import PAUSE, ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import BUSY, FIELD, Ask
-from draftcore_shm.store import ShmStore
 
 from draftcore.contracts.capture import CaptureBatch, FeatureRequest
 from draftcore.contracts.store import SampleRef
@@ -121,7 +121,7 @@ def plain(url: str, prompts: Prompts) -> None:
         list(threads.map(lambda tokens: ask.post(request_body(tokens, {}), 240), prompts))
 
 
-def one_by_one(url: str, request: FeatureRequest, store: ShmStore, prompts: Prompts) -> None:
+def one_by_one(url: str, request: FeatureRequest, store: FileStore, prompts: Prompts) -> None:
     """A capture for each prompt, and no batch that is waited for."""
     server, lock, refs = client.Server(url), threading.Lock(), list[SampleRef]()
 
@@ -143,7 +143,7 @@ def one_by_one(url: str, request: FeatureRequest, store: ShmStore, prompts: Prom
     store.free(refs)
 
 
-def captured(captures: list[ServerCapture], store: ShmStore, prompts: Prompts) -> None:
+def captured(captures: list[ServerCapture], store: FileStore, prompts: Prompts) -> None:
     """Producers take a batch each until none is left. What a batch stored is freed in its place."""
     batches = iter([prompts[at : at + BATCH] for at in range(0, len(prompts), BATCH)])
     lock = threading.Lock()
@@ -162,7 +162,7 @@ def captured(captures: list[ServerCapture], store: ShmStore, prompts: Prompts) -
 
 
 def largest_difference(
-    capture: ServerCapture, store: ShmStore, target: TargetSpec, prompt: list[int]
+    capture: ServerCapture, store: FileStore, target: TargetSpec, prompt: list[int]
 ) -> dict[str, float]:
     """By feature, the largest difference to transformers over the largest value."""
     model, request = target.load_model(), capture.request
@@ -187,16 +187,17 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     sglang_sink.ceilings(options.small)
-    folder, name = Path(tempfile.mkdtemp()), f"bench{os.getpid()}"
+    folder, memory = Path(tempfile.mkdtemp()), Path(f"/dev/shm/bench{os.getpid()}")
     model = tiny_target(folder / "model", std=0.02, **(SMALL if options.small else LARGE))
     flags, layers = (CPU, (0, 1, 2)) if options.small else (CUDA, (1, 13, 24))
     target = TransformersTarget(str(model))
     request = FeatureRequest(layers, True, "float32" if options.small else "bfloat16")
     kinds = ((16, 64),) if options.small else ((512, 1024), (1024, 2048))
-    sink = {"DRAFTCORE_SINK": f"shm:{name}", "DRAFTCORE_LAYERS": ",".join(map(str, layers))}
+    sink = {"DRAFTCORE_LAYERS": ",".join(map(str, layers))}
     if not options.small:
         sink["DRAFTCORE_BUFFER"] = "6GiB"  # what may be under way
-    store = ShmStore(name, max_bytes=(1 if options.small else 8) << 30)
+    store = FileStore(memory, max_bytes=(1 if options.small else 8) << 30, volatile=True)
+    sink["DRAFTCORE_SINK"] = store.uri
     # Both at once; a server ends with the thread that started it.
     with ThreadPoolExecutor(2) as starting, ExitStack() as running:
         logs, environments = (folder / "plain.log", folder / "capture.log"), ({}, sink)

@@ -1,4 +1,4 @@
-"""The ceiling of a capture by a running sglang: the way into its sink, a store `shm`, without a server.
+"""The ceiling of a capture by a running sglang: the way into its sink, files in memory, without a server.
 
     python benchmarks/sglang_sink.py            # in seconds, on a CUDA device where there is one
     python benchmarks/sglang_sink.py --small    # less of it
@@ -19,12 +19,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from draftcore_file.store import FileStore
 from draftcore_sglang.staging import Block, Staging
 from draftcore_sglang.wire import Ask
 from draftcore_sglang.writer import Job, require_finite
-from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore.contracts.store import SampleRef, StoreItem
@@ -41,7 +42,7 @@ class Forwards:
     """Gives forwards to the staging memory, and frees what was stored. `stored` counts samples."""
 
     staging: Staging
-    store: ShmStore
+    store: FileStore
     states: list[dict[str, Tensor]]
     under_way: int = 0
     given: int = 0
@@ -99,7 +100,7 @@ def ceilings(small: bool) -> None:
             staging.close()
 
 
-def one_core(store: ShmStore, forwards: list[dict[str, Tensor]], rounds: int) -> None:
+def one_core(store: FileStore, forwards: list[dict[str, Tensor]], rounds: int) -> None:
     """What the writer does to a forward, in parts."""
     given = [{name: value.cpu() for name, value in states.items()} for states in forwards]
     room = {name: torch.zeros_like(value) for name, value in given[0].items()}
@@ -194,8 +195,9 @@ def figure(what: str, seconds: float) -> None:
 
 
 @contextmanager
-def _store(nbytes: int) -> Iterator[ShmStore]:
-    store = ShmStore(f"sink{os.getpid()}", max_bytes=nbytes)
+def _store(nbytes: int) -> Iterator[FileStore]:
+    folder = Path(f"/dev/shm/sink{os.getpid()}")
+    store = FileStore(folder, max_bytes=nbytes, volatile=True)
     try:
         yield store
     finally:

@@ -1,7 +1,7 @@
 """Measure what moves features: every figure in a line `what | measured | aim | met or not`.
 
     nox -s bench-transport            # all of it, in ten minutes
-    python benchmarks/transport.py [--only shm,write,...] [--rounds 24]
+    python benchmarks/transport.py [--only write,naive,...] [--rounds 24]
 
 Figures are medians. What a figure is a ratio of is measured in the same rounds, right beside it, as
 a machine's speed changes from second to second. Producer and trainer are two processes. As
@@ -24,10 +24,10 @@ from fcntl import ioctl
 import torch
 from colocated import colocated
 from draftcore_file.base import bytes_of
+from draftcore_file.store import FileStore
 from draftcore_mooncake.engine import load, package_folder
 from draftcore_mooncake.master import Master
 from draftcore_mooncake.store import MooncakeStore
-from draftcore_shm.store import ShmStore
 from producer_process import (
     Link,
     Naive,
@@ -42,11 +42,11 @@ from xxhash import xxh3_64_digest
 
 from draftcore.contracts.store import FeatureStore, SampleRef
 
-Store = ShmStore | MooncakeStore
+Store = FileStore | MooncakeStore
 
 MIB = 1 << 20
 SAMPLE, MIDDLE = 64 * MIB, 48 * MIB
-RING = 640 * MIB  # lent memory, or the ring: ten samples, so that a put meets cold memory
+RING = 640 * MIB  # lent memory: ten samples, so that a put meets cold memory
 GIGABIT = 10
 SETTLE = 3  # rounds before the measured ones
 CLONE_NEWNET = 0x40000000
@@ -56,7 +56,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 def main() -> None:
     figures: dict[str, Callable[[int], None]] = {
         "side_by_side": side_by_side,
-        "shm": shm, "write": write, "trainer": trainer, "overhead": overhead, "capped": capped,
+        "write": write, "trainer": trainer, "overhead": overhead, "capped": capped,
         "naive": naive, "colocated": colocated, "allocations": allocations,
     }  # fmt: skip
     parser = argparse.ArgumentParser()
@@ -83,7 +83,6 @@ def side_by_side(rounds: int) -> None:
         uris = {
             "file on a disk": f"file:{disk}/features",
             "file on /dev/shm, volatile": f"file:{fast}/features?volatile=yes",
-            "shm": f"shm:bench-{os.getpid()}?max_bytes={RING}",
         }
         for name, uri in uris.items():
             store = open_store(uri)
@@ -113,29 +112,6 @@ def beside_a_copy(name: str, store: FeatureStore, producer: Link, rounds: int) -
         f"of 16 KiB {part:.2f} ms; a bare copy {copy:.1f} ms; private memory in {rounds} rounds "
         f"{here / MIB:+.0f} MiB in the trainer, {there / MIB:+.0f} MiB in the producer",
     )
-
-
-def shm(rounds: int) -> None:
-    """A put against a copy of the same tensors into memory that is used already; a get as well."""
-    for size in (8 * MIB, SAMPLE):
-        uri = f"shm:bench-{os.getpid()}?max_bytes={RING}"
-        store = ShmStore.open(uri)
-        with producing(uri, size) as producer:
-            for count in (1, 4):
-                against_memcpy(size, count, store, producer, rounds * SAMPLE // size // count)
-        store.close()
-
-
-def against_memcpy(size: int, count: int, store: ShmStore, producer: Link, rounds: int) -> None:
-    copies, puts, gets = list[float](), list[float](), list[float]()
-    for _ in range(SETTLE + rounds):
-        copies.append(producer("copy"))
-        taken, refs = producer("put", count)
-        puts.append(taken / count)
-        gets.append(read(store, refs) / count)
-    for what, took in (("put", puts), ("get, which copies nothing,", gets)):
-        what = f"shm: {what} of {size // MIB} MiB, {count} in a call"
-        against(what, copies[SETTLE:], took[SETTLE:], 0.85, "memcpy")
 
 
 def write(rounds: int) -> None:
@@ -177,9 +153,9 @@ def trainer(rounds: int) -> None:
 
 def overhead(rounds: int) -> None:
     """What a sample costs that has next to no bytes: put, get, close and free."""
-    store = ShmStore.open(f"shm:bench-{os.getpid()}?max_bytes=64MiB")
+    store = FileStore.open(f"file:/dev/shm/bench-{os.getpid()}?volatile=yes")
     with producing(store.uri, 4096) as producer:
-        small("shm", store, producer, rounds)
+        small("file on /dev/shm", store, producer, rounds)
     store.close()
     with lent() as (lender, uri), producing(uri, 4096) as producer:
         small("mooncake", lender, producer, rounds)
@@ -248,10 +224,6 @@ def allocations(rounds: int) -> None:
     give_large_memory_back()
     with lent() as (store, uri), producing(uri, SAMPLE) as producer:
         fresh("mooncake", store, producer, rounds)
-    ring = ShmStore.open(f"shm:bench-{os.getpid()}?max_bytes={RING}")
-    with producing(ring.uri, SAMPLE) as producer:
-        fresh("shm", ring, producer, rounds)
-    ring.close()
 
 
 def fresh(name: str, store: Store, producer: Link, rounds: int) -> None:

@@ -174,11 +174,14 @@ class OpenCapture(Protocol):
     def features(self, batches: Iterable[CaptureBatch]) -> Iterator[Any]:
         """Yield each CapturedBatch, as `Capture.features` does."""
 
-    def put(
+    def begin(
         self, batch: CaptureBatch, loss_masks: Sequence[Sequence[bool]], store: FeatureStore,
         provenance: str,
-    ) -> tuple[SampleRef, ...]:  # fmt: skip
-        """Capture a batch and put it, with its text. Raises BadRows for features that are not finite."""
+    ) -> Callable[[], tuple[SampleRef, ...]]:  # fmt: skip
+        """Capture a batch; what is returned puts it with its text, while the next one is captured.
+
+        Both raise BadRows for rows at fault, such as features that are not finite.
+        """
 
     def close(self) -> None: ...
 

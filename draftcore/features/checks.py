@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,25 +51,28 @@ class CheckedCapture:
                 raise BadRows(bad)
             yield captured
 
-    def put(
+    def begin(
         self, batch: CaptureBatch, loss_masks: Sequence[Sequence[bool]], store: FeatureStore,
         provenance: str,
-    ) -> tuple[SampleRef, ...]:  # fmt: skip
-        """Capture a batch and put it with its text. Raises BadRows for features that are not finite."""
+    ) -> Callable[[], tuple[SampleRef, ...]]:  # fmt: skip
+        """Capture a batch into the CPU's memory; what is returned puts it, in any thread.
+
+        Raises BadRows for features that are not finite.
+        """
         text: list[dict[str, Tensor]] = []
         for ids, mask in zip(batch.token_ids, loss_masks, strict=True):
             parts = torch.as_tensor(ids, dtype=torch.long), torch.as_tensor(mask, dtype=torch.bool)
             text.append(dict(zip(TEXT, parts, strict=True)))
         if isinstance(self.capture, StoringCapture) and self.capture.reaches(store):
-            return self.capture.deliver(batch, text, provenance, store)
+            return functools.partial(self.capture.deliver, batch, text, provenance, store)
         (captured,) = self.features([batch])
-        require_finite(captured)
-        rows = zip(batch.ids, captured.features, text, strict=True)
-        items = [
-            StoreItem(sample, {**features, **t}, len(t["token_ids"]), provenance)
-            for sample, features, t in rows
-        ]
-        return store.put_many(items)
+        items = []
+        for sample, features, t in zip(batch.ids, captured.features, text, strict=True):
+            # Pinned, if they come from a device.
+            moved = {name: value.to("cpu", non_blocking=True) for name, value in features.items()}
+            items.append(StoreItem(sample, moved | t, len(t["token_ids"]), provenance))
+        require_finite(captured)  # which waits for the copies, too
+        return functools.partial(store.put_many, items)
 
 
 def ref_error(

@@ -87,7 +87,7 @@ def capture_batch(
     while (batch := batch_of(index, rows, samples, skipped)).rows:
         masks = [samples.loss_mask(row).tolist() for row in batch.rows]
         try:
-            capture.put(batch, masks, store, features.provenance)
+            capture.begin(batch, masks, store, features.provenance)()
             return
         except BadRows as error:
             skipped.add({batch.rows[at]: why for at, why in error.reasons.items()})

@@ -34,9 +34,8 @@ def build_optimizer(
     groups: Sequence[Mapping[str, Any]], *, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
     """AdamW with eps 1e-8; the rate is set at every step."""
-    fused = all(p.is_cuda for group in groups for p in group["params"])
-    settings: Any = {"betas": betas, "weight_decay": weight_decay, "fused": fused}
-    return torch.optim.AdamW([dict(group) for group in groups], lr=0.0, **settings)
+    given = [dict(group) for group in groups]
+    return torch.optim.AdamW(given, 0.0, betas, weight_decay=weight_decay, fused=True)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The whole journey by the command line: capture, train, eval, export; then a summary.
+"""The whole journey by the command line: train, which captures first, eval, export; then a summary.
 
     python examples/quickstart/quickstart.py examples/quickstart/eagle3.yaml [KEY=VALUE]...
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-SERVED = 20  # prompts that are decoded by llama.cpp
+SERVED = 8  # prompts that are decoded by llama.cpp, once for each number of drafts
 
 
 def main(config: str, *overrides: str) -> None:
@@ -25,7 +25,7 @@ def main(config: str, *overrides: str) -> None:
     if (run / "summary.json").exists():  # finished: begin anew; an interrupted one goes on
         shutil.rmtree(run)
     began = time.perf_counter()
-    for verb in (["capture"], ["train"], ["eval", "--out", str(run)], ["export"]):
+    for verb in (["train"], ["eval", "--out", str(run)], ["export"]):
         print("\n$ draftcore", *verb, config, flush=True)
         subprocess.run(["draftcore", *verb, config, *overrides], check=True)
     report = json.loads((run / "report.json").read_text())

@@ -76,19 +76,19 @@ def test_what_is_torn_doubled_altered_or_cut_is_done_again(
     make_run: Make, undisturbed: Any
 ) -> None:
     """Also where the store is too small for the data, and used again and again."""
-    run = make_run(producers=2, store="shm:{}/ring?max_bytes=400KiB")
+    run = make_run(producers=2, store="file:{}/memory?volatile=yes&max_bytes=400KiB")
     run.faults = f"{FAULTS} full:checkpoint"
     said = run.finish(code=1)
     assert "cannot write checkpoint" in said
     assert "free space and run the same command to go on" in said
     assert "resuming from" not in run.finish()
     assert len(list(run.marks.iterdir())) == len(run.faults.split())
-    assert not (run.folder / "ring").exists()
+    assert not (run.folder / "memory").exists()
     run.require_done(undisturbed)
 
 
 def test_a_store_that_cannot_hold_one_batch_is_refused_in_words(make_run: Make) -> None:
-    run = make_run(store="shm:{}/ring?max_bytes=60KiB", producers=1)
+    run = make_run(store="file:{}/memory?volatile=yes&max_bytes=60KiB", producers=1)
     assert "raise max_bytes in its URI" in run.finish(code=2)
 
 

@@ -145,7 +145,7 @@ def test_refs_that_do_not_fit_are_told_why(world: World, change: Change, said: s
     batch = batch_of(planned.index, planned.rows, world.samples)
     masks = [world.samples.loss_mask(row).tolist() for row in batch.rows]
     with closing(FileStore(world.folder / "one")) as store:
-        first, last = world.checked().put(batch, masks, store, made.ORIGIN)
+        first, last = world.checked().begin(batch, masks, store, made.ORIGIN)()
 
     def wrong(*refs: SampleRef) -> DraftcoreError | None:
         return ref_error(batch, refs, world.request.feature_specs(WIDTH), made.ORIGIN)

@@ -43,7 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 KERNEL = ("contracts", "plugins", "cli", "listing", "config", "options", "uris", "errors")
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "yaml")
 # Ordinary words, keys, a capability, a place of every Linux: what they name is found by the import test.
-WORDS = {"graphs", "sdk", "tools", "shm", "data", "eval", "file", "disagg"}
+WORDS = {"graphs", "sdk", "tools", "data", "eval", "file", "disagg"}
 # Files that write without `no_link`, how often, and why no link can lie there.
 ELSEWHERE = {
     "draftcore/files.py": (1, "a name with this process' id"),
@@ -59,7 +59,6 @@ ELSEWHERE = {
     "draftcore-nn/draftcore_nn/serving.py": (2, "a folder just made"),
     "draftcore-ray/draftcore_ray/launcher.py": (1, "a mark without content"),
     "draftcore-sharedfs/draftcore_sharedfs/channel.py": (2, "a random name; by `open` there"),
-    "draftcore-shm/draftcore_shm/segment.py": (1, "a descriptor"),
     "draftcore-vllm/draftcore_vllm/internals/draftcore_connector.py": (
         1,
         "a folder just made, or one that whoever started a server named",

@@ -380,7 +380,7 @@ def test_an_offer_of_a_dist_that_is_not_installed_names_the_dist(site: Site) -> 
 def test_offers_are_found_by_a_capability_in_our_own_dists_and_loose_files(site: Site) -> None:
     """What somebody installed beside them takes part where a run names it."""
     site.core()
-    for name, words in (("mooncake", "fast shared"), ("shm", "shared"), ("builtin_too", "fast")):
+    for name, words in (("mooncake", "fast shared"), ("file", "shared"), ("builtin_too", "fast")):
         offer(site, name, name.removesuffix("_too"), f", frozenset({words.split()})")
     file = site.loose("mine", STORE.replace('"NAME"', '"mine", frozenset({"fast"})'))
     registry = site.load([file])
@@ -401,17 +401,17 @@ def test_what_is_built_in_wins_its_name_and_those_of_its_offers(site: Site) -> N
 
 def test_a_name_of_ours_is_taken_from_its_dist_and_another_only_by_its_plugin(site: Site) -> None:
     """Neither a plugin, nor an entry point of that name, nor a loose file takes part otherwise."""
-    site.store("shm")
-    offer(site, "fork", "shm")
+    site.store("mooncake")
+    offer(site, "fork", "mooncake")
     site.module("fake_thief", "raise AssertionError('imported')")
-    site.metadata("thief", {"shm": "fake_thief"})
-    registry = site.load([site.loose("fake_loose", STORE.replace("NAME", "shm"))])
-    assert registry.find("store", "shm").dist == "draftcore-shm"
-    assert imported() == {"fake_shm"}
+    site.metadata("thief", {"mooncake": "fake_thief"})
+    registry = site.load([site.loose("fake_loose", STORE.replace("NAME", "mooncake"))])
+    assert registry.find("store", "mooncake").dist == "draftcore-mooncake"
+    assert imported() == {"fake_mooncake"}
     for plugin in ("fork", "fake_loose"):
-        assert registry.find("store", "shm", plugin).name == plugin
-    assert registry.find("store", "shm").dist == "draftcore-shm"
-    offer(site, "faster", "shm", ', frozenset({"fast"})')
+        assert registry.find("store", "mooncake", plugin).name == plugin
+    assert registry.find("store", "mooncake").dist == "draftcore-mooncake"
+    offer(site, "faster", "mooncake", ', frozenset({"fast"})')
     assert site.load().offering("store", "fast") == []
 
 
@@ -420,16 +420,16 @@ def test_where_a_names_owner_cannot_be_used_nobody_stands_in(
     site: Site, monkeypatch: Patch, owner: str
 ) -> None:
     for name in ("fork", "another"):
-        offer(site, name, "shm")
+        offer(site, name, "mooncake")
     if owner != "missing":
-        site.plugin("shm", "1 / 0" if owner == "broken" else STORE.replace("NAME", "shm"))
-    monkeypatch.setenv("DRAFTCORE_DISABLE", "shm" if owner == "disabled" else "")
+        site.plugin("mooncake", "1 / 0" if owner == "broken" else STORE.replace("NAME", "mooncake"))
+    monkeypatch.setenv("DRAFTCORE_DISABLE", "mooncake" if owner == "disabled" else "")
     says = {
-        "broken": "  shm (draftcore-shm 0.1) is broken: ZeroDivisionError: division by zero",
-        "disabled": "  shm (draftcore-shm 0.1) is disabled: left out",
-        "missing": "  pip install draftcore-shm",
+        "broken": "  mooncake (draftcore-mooncake 0.1) is broken: ZeroDivisionError: division by zero",
+        "disabled": "  mooncake (draftcore-mooncake 0.1) is disabled: left out",
+        "missing": "  pip install draftcore-mooncake",
     }
-    assert says[owner] in refusal(site, "store", "shm")
+    assert says[owner] in refusal(site, "store", "mooncake")
     assert imported() == set()
 
 

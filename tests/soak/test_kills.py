@@ -19,7 +19,7 @@ RANKS: dict[str, Any] = {"topology": {"ranks": 2}, "train": {"accumulate": 2}}
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "one process": {},
     "one process, store file": {"store": "file:{}/features"},
-    "producers, shm and tcp": {"producers": 2},
+    "producers, memory and tcp": {"producers": 2},
     "producers, volatile and dir": {
         "producers": 2, "channel": "dir:{}/channel", "store": "file:{}/features?volatile=yes",
     },

@@ -68,7 +68,7 @@ def test_strangers_at_the_queues_port_keep_no_producer_out_and_change_no_batch(
         batch = CaptureBatch(at, (2 * at, 2 * at + 1), (f"s{at}", f"t{at}"), ([at] * 3,) * 2)
         tasks.append(Task(at, batch, ([True, False, True],) * 2, 10))
     queue = Queue(
-        {"store": "shm:x"}, ahead=len(tasks), limit=None, skipped=Skipped({}, rows=9, share=1.0),
+        {"store": "file:x"}, ahead=len(tasks), limit=None, skipped=Skipped({}, rows=9, share=1.0),
         free=lambda refs: None, ref_error=lambda task, refs: None,
     )  # fmt: skip
     queue.offer(iter(tasks), 0)
@@ -222,7 +222,7 @@ def test_a_server_that_lies_about_itself_and_its_captures_gives_one_error(
 ) -> None:
     target, dice = TransformersTarget(str(target_folder), device="cpu"), random.Random()
     about: dict[str, Any] = {"version": VERSION, "problem": "", "model": "as asked"}
-    about |= {"sink": "shm:x", "layers": target.num_layers, "vocabulary": target.vocab_size}
+    about |= {"sink": "file:x", "layers": target.num_layers, "vocabulary": target.vocab_size}
     about |= {"width": int(target.text_config.hidden_size), "names": list(REQUEST.names)}
     ref = SampleRef("0" * 32, "g", f"file:{tmp_path}", (), 2, 8).to_json()
 

@@ -51,7 +51,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 STORES = (
     "file:", "file:a%00b", "file://host/a", "file:a?volatile=yes&volatile=no", "file:a?x=1", "auto",
     "file:a?max_bytes=1&max_bytes=2", f"file:a?max_bytes={LONG}", "file:a?max_bytes=-1", "FILE:a",
-    "file:a?max_bytes=9EiB", "shm:a?run=b&run=c", "shm:?x", "nope:a", '":"', "file:a??", "?", "3",
+    "file:a?max_bytes=9EiB", "mooncake://?x", "nope:a", '":"', "file:a??", "?", "3",
 )  # fmt: skip
 CHANNELS = ("tcp:", "tcp://", "tcp://a", "tcp://a:99999", f"tcp://a:{LONG}", "tcp:1:2", "tpc", "3")
 DATA = (

@@ -55,7 +55,7 @@ TWO = "algorithm=null 'drafts={blocks: {algorithm: {name: dflash}}, domino: {alg
         ("train algorithm.options.draft_vocab_size=9999", ["9999", "259"]),
         ("train algorithm.name=eagle33", ["(did you mean 'eagle3'?)", "installed: "]),
         ("train store=s3:bucket", ["s3", "file"]),
-        ("train store=shm:refused", ["captures for itself", "keeps nothing", "topology.producers"]),
+        ("train store=file:/dev/shm/refused?volatile=on", ["for itself", "keeps nothing"]),
         ("train capture.name=hff", ["(did you mean 'hf'?)", "installed: "]),
         ("train runner.prefill.name=graps", ["(did you mean 'graphs'?)", "installed: "]),
         ("train channel=tpc", ["(did you mean 'tcp'?)", "installed: "]),

@@ -174,15 +174,17 @@ class Queue:
 
     # ------------------------------------------------------------ the producers' side
 
-    def claim(self, producer: str, count: int, wait: float) -> list[Task]:
+    def claim(
+        self, producer: str, count: int, wait: float, putting: Container[str] = ()
+    ) -> list[Task]:
         """Hand out up to `count` tasks; none after `wait` seconds where there is nothing to capture.
 
-        What this producer has claimed and not published is lost: a reply did not reach it.
-        Raises RunEnded once the run is over.
+        What this producer has claimed and neither published nor still puts (`putting`, claims) is lost:
+        a reply did not reach it. Raises RunEnded once the run is over.
         """
         deadline = time.monotonic() + min(wait, LONGEST_WAIT)
         with self.changed:
-            self._lose(producer)
+            self._lose(producer, putting)
             while True:
                 self.seen[producer] = time.monotonic()
                 self.deserted = None
@@ -260,10 +262,10 @@ class Queue:
         if self.deserted is not None and now - self.deserted[0] > NO_PRODUCER:
             self.failure = DraftcoreError(f"no producer works for this run\n  {self.deserted[1]}")
 
-    def _lose(self, producer: str) -> None:
-        """Hand out again what a producer has claimed and not published."""
+    def _lose(self, producer: str, putting: Container[str] = ()) -> None:
+        """Hand out again what a producer has claimed, and neither published nor still puts."""
         for entry in self.entries.values():
-            if entry.producer == producer:
+            if entry.producer == producer and entry.task.claim not in putting:
                 entry.producer, entry.lost = "", True
                 self._note_change()
 
@@ -393,7 +395,12 @@ CALLS: Mapping[str, Callable[[Queue, Json], Any]] = {
     "about": lambda queue, asked: queue.about,
     "status": lambda queue, asked: vars(queue.status()),
     "claim": lambda queue, asked: (
-        list(map(Task.to_json, queue.claim(asked["producer"], int(asked["count"]), asked["wait"]))),
+        [
+            task.to_json()
+            for task in queue.claim(
+                asked["producer"], int(asked["count"]), asked["wait"], asked["putting"]
+            )
+        ],
         queue.about["store"],
     ),
     "publish": lambda queue, asked: queue.publish(asked["claim"], outcome_from_json(asked)),
@@ -444,9 +451,9 @@ class RemoteQueue:
     def about(self) -> Json:
         return cast(Json, self.call("about"))
 
-    def claim(self, count: int, wait: float) -> tuple[list[Task], str]:
+    def claim(self, count: int, wait: float, putting: Sequence[str] = ()) -> tuple[list[Task], str]:
         """Return claimed tasks, and the URI of the store that their features go to."""
-        tasks, store = self.call("claim", count=count, wait=wait)
+        tasks, store = self.call("claim", count=count, wait=wait, putting=list(putting))
         return [Task.from_json(task) for task in tasks], str(store)
 
     def publish(self, claim: str, outcome: Sequence[SampleRef] | Exception) -> bool:

@@ -61,26 +61,18 @@ class QueueSource:
         It is the same at every start of a run, as producers that outlive a trainer hold on to it. Raises
         UsageError where there is too little memory.
         """
-        offers, batches = self.run.offered("store").items(), needed.held_batches
-        fast = [name for name, capabilities in offers if {"memory-speed", "shared"} <= capabilities]
-        if len(fast) > 1:
-            raise UsageError(
-                f"several stores are in shared memory: {', '.join(fast)}\n  set store to one of them"
-            )
+        batches = needed.held_batches
         heads = batches * self.run.config.train.batch * HEAD_BYTES
         need = needed.largest(batches) * needed.token_bytes + heads
-        room = max(LEAST_STORE, 2 * need)  # as what is free in a ring may lie scattered
+        room = max(LEAST_STORE, 2 * need)  # of which `open_queue` takes half
         folder = MEMORY / f"draftcore-{run_id}"
-        uri = f"file:{folder}?volatile=yes&max_bytes={room}"
-        if fast:
-            uri = f"{fast[0]}:{run_id}?run={run_id}&max_bytes={room}"
-        elif not folder.exists() and (free := shutil.disk_usage(MEMORY).free) < room:
+        if not folder.exists() and (free := shutil.disk_usage(MEMORY).free) < room:
             raise UsageError(
                 f"features on their way need {format_size(room)} of shared memory, and {MEMORY} has "
                 f"{format_size(free)} free\n"
                 "  make it larger, lower train.batch or train.prefetch, or set store=file:FOLDER"
             )
-        return self.run.open_store(uri)
+        return self.run.open_store(f"file:{folder}?volatile=yes&max_bytes={room}")
 
     @contextmanager
     def open(self, needed: Needed) -> Iterator[QueuedBatches]:
@@ -143,7 +135,7 @@ def open_queue(run: OpenRun, needed: Needed, store: FeatureStore) -> Queue:
                 f"store {store.uri} has {format_size(room)}\n"
                 "  raise max_bytes in its URI, or lower train.batch or data.max_length"
             )
-        limit = max(room // 2, least)  # as what is free in a ring may lie scattered
+        limit = max(room // 2, least)  # as what is free in a store of one piece may lie scattered
     about = {"store": store.uri, "provenance": needed.provenance, "request": asdict(needed.request)}
     queue = Queue(
         about,

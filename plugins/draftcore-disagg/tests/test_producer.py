@@ -106,7 +106,7 @@ class Trainer:
 
     def put(self, position: int, origin: str = "p") -> tuple[SampleRef, ...]:
         one = task(position)
-        return checked(Mixing()).put(one.batch, one.loss_masks, self.store, origin)
+        return checked(Mixing()).begin(one.batch, one.loss_masks, self.store, origin)()
 
     def hear(self, hook: Callable[[Json, Json], None]) -> None:
         """Call a hook with each request and its answer."""
@@ -153,6 +153,22 @@ def test_a_producer_puts_what_it_is_asked_for_but_what_the_store_holds_whole_of_
     assert trainer.queue.status().producers == 0
 
 
+def test_a_batch_is_put_while_the_next_one_is_captured(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, put_many = threading.Event(), trainer.store.put_many
+
+    def put(items: Sequence[StoreItem]) -> tuple[SampleRef, ...]:
+        assert second.wait(SOON)
+        return put_many(items)
+
+    monkeypatch.setattr(trainer.store, "put_many", put)
+    trainer.capture.before = lambda batch: second.set() if batch.index == 1 else None
+    assert "4 samples" in trainer.produce()
+    claims = [one["putting"] for one in trainer.client.of("claim")]
+    assert list(map(len, claims[:2])) == [0, 1], "what is still put stays its own"
+
+
 def rows(batch: CaptureBatch, value: Any, count: int = 2, name: str = "hidden.1") -> CapturedBatch:
     return CapturedBatch(batch, ({name: value},) * count)
 
@@ -182,7 +198,7 @@ def test_a_capture_that_yields_anything_else_is_named_and_no_sample(
     one = task(0)
     by = "" if says == NOT_FINITE else "the capture of mine yielded "
     with pytest.raises(DraftcoreError, match=by + says):
-        checked(trainer.capture).put(one.batch, one.loss_masks, trainer.store, "p")
+        checked(trainer.capture).begin(one.batch, one.loss_masks, trainer.store, "p")
     assert trainer.store.stats().samples == 0
 
 

@@ -21,7 +21,7 @@ from draftcore.contracts.store import SampleRef, StoreAway, StoreFull
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError
 
-FULL = StoreFull("shm:x", needed=7, samples=2, free=3, limit="max_bytes=9 B", remedy="free some")
+FULL = StoreFull("file:x", needed=7, samples=2, free=3, limit="max_bytes=9 B", remedy="free some")
 
 
 def refs(task: Task, generation: str = "g") -> tuple[SampleRef, ...]:
@@ -50,7 +50,7 @@ class Run:
         self.away = False
         self.skips = Skipped({}, rows=2 * len(self.sizes), share=self.share)
         self.queue = Queue(
-            {"store": "shm:x"}, ahead=self.ahead, limit=self.limit, skipped=self.skips,
+            {"store": "file:x"}, ahead=self.ahead, limit=self.limit, skipped=self.skips,
             free=self.free, ref_error=self.ref_error, ttl=self.ttl,
         )  # fmt: skip
         sized = enumerate(zip(self.sizes, self.indices, strict=False))

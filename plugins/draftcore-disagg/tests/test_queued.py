@@ -13,7 +13,6 @@ from draftcore_disagg.producer import produce
 from draftcore_disagg.queue import Queue, RemoteQueue
 from draftcore_disagg.queued import queued, tasks_of
 from draftcore_file.store import FileStore
-from draftcore_shm.store import ShmStore
 from queueing import Loopback
 
 from draftcore.contracts.run import Needed, Ranks
@@ -55,10 +54,10 @@ class World(Here):
         self,
         producers: int = 1,
         ahead: int = 3,
-        open_store: Callable[[str], FeatureStore] = ShmStore.open,
+        open_store: Callable[[str], FeatureStore] = FileStore.open,
         keeps: bool = False,
     ) -> Batches:
-        place = "file:{}" if keeps else "shm:{}?max_bytes=1MiB"
+        place = "file:{}" if keeps else "file:{}?volatile=yes&max_bytes=1MiB"
         self.store = store = open_store(place.format(self.folder / "ring"))
         self.closing.callback(store.close)
         self.skipped = self.skips()
@@ -69,7 +68,7 @@ class World(Here):
         )  # fmt: skip
         queue.offer(tasks_of(needed), 0)
         for _ in range(producers):
-            opens, end = FileStore.open if keeps else ShmStore.open, RemoteQueue(Loopback(queue))
+            end, opens = RemoteQueue(Loopback(queue)), FileStore.open
             arguments = [end, lambda about: (self.checked(), ORIGIN), opens, lambda: False, SOON]
             thread = threading.Thread(target=produce, args=arguments, daemon=True)
             thread.start()
@@ -129,7 +128,7 @@ def test_a_task_says_what_its_features_take_with_their_text(world: World) -> Non
 # ---------------------------------------------------------------- misfortune
 
 
-class Torn(ShmStore):
+class Torn(FileStore):
     """A ring of which some of a loader's reads fail, by default all."""
 
     error: DraftcoreError = StoreAway("for hours")

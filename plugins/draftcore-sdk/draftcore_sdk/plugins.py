@@ -45,7 +45,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "split_dependent", "split_dependent:NAME", "stop_gradient", "stop_gradient:NAME",
         *(f"{server}:NAME" for server in SERVERS), *(f"served:{server}" for server in SERVERS),
     ),
-    "store": ("durable", "memory-speed", "shared"),
+    "store": ("durable", "shared"),
     "capture": ("embeddings", "graphs", "images", "per-rank", "tensor-parallel", "topk"),
     "graph": ("auto:NAME", "breaks", "device:NAME", "forks", *PHASES),
     "graph-plugin": ("forks", *PHASES),

@@ -3,7 +3,7 @@
 sglang calls `register` in each of its processes, also for an engine that has nothing to do with a
 run. Without `DRAFTCORE_SINK` in the environment it does nothing.
 
-    DRAFTCORE_SINK=shm:NAME     URI of the feature store that captured states go to
+    DRAFTCORE_SINK=file:FOLDER  URI of the feature store that captured states go to
     DRAFTCORE_LAYERS=2,18,33    outputs of these layers, counted from 0; none: the last hidden state only
     DRAFTCORE_BUFFER=2GiB       pinned memory for captured states under way to the store
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from draftcore_file.store import FileStore
 from draftcore_sglang.capture_requests import CaptureRequests, Slice
 from draftcore_sglang.internals.server import ServerHooks
 from draftcore_sglang.staging import Staging
 from draftcore_sglang.wire import Ask, digest, pack
 from draftcore_sglang.writer import LARGEST, Job, Place, Receipt, Writer
-from draftcore_shm.store import ShmStore
 from torch import Tensor
 
 from draftcore import load_plugins
@@ -27,27 +27,27 @@ ASK = Ask(SAMPLE, ("hidden.1",), "float32", "p", {})
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[ShmStore]:
-    store = ShmStore.open(f"shm:test-{uuid.uuid4().hex}?max_bytes={BYTES}")
+def opened() -> Iterator[FileStore]:
+    store = FileStore.open(f"file:/dev/shm/test-{uuid.uuid4().hex}?volatile=yes&max_bytes={BYTES}")
     yield store
     store.close()
 
 
 @pytest.fixture
-def store(opened: ShmStore) -> Iterator[ShmStore]:
+def store(opened: FileStore) -> Iterator[FileStore]:
     yield opened
     opened.free(opened.lookup([SAMPLE, OTHER, *map(sample, range(6))]).values())
 
 
 @pytest.fixture(scope="module")
-def staging(opened: ShmStore) -> Iterator[Staging]:
+def staging(opened: FileStore) -> Iterator[Staging]:
     staging = Staging(opened.uri, max_bytes=1 << 20)
     yield staging
     staging.close()
 
 
 @pytest.fixture
-def requests(staging: Staging, store: ShmStore) -> Iterator[CaptureRequests]:
+def requests(staging: Staging, store: FileStore) -> Iterator[CaptureRequests]:
     yield CaptureRequests(staging, {"version": 1}, ("hidden.1", "last_hidden"))
     assert staging.held_bytes == 0
 
@@ -93,7 +93,7 @@ def receipts_of(requests: CaptureRequests, count: int = 1) -> dict[str, Receipt]
     return found
 
 
-def rows_of(store: ShmStore, sample: str) -> list[float]:
+def rows_of(store: FileStore, sample: str) -> list[float]:
     """The first number of each row that was stored of a sample."""
     with store.get(store.lookup([sample])[sample]) as handle:
         first: list[float] = handle.tensors["hidden.1"][:, 0].tolist()
@@ -102,7 +102,7 @@ def rows_of(store: ShmStore, sample: str) -> list[float]:
 
 @pytest.mark.parametrize("read", ["", digest(range(3))])
 def test_a_request_is_held_until_its_sample_is_stored(
-    requests: CaptureRequests, store: ShmStore, read: str
+    requests: CaptureRequests, store: FileStore, read: str
 ) -> None:
     assert take(requests, share(ask=replace(ASK, read=read)), states(3)) is None
     assert "rid" in requests.held
@@ -135,7 +135,7 @@ def test_a_writer_that_dies_fails_what_it_had_and_the_next_one_goes_on(
     assert ["ref" in found[f"rid{n}"] for n in range(3)] == [True, False, True]
 
 
-def test_chunks_are_put_together_in_order(requests: CaptureRequests, store: ShmStore) -> None:
+def test_chunks_are_put_together_in_order(requests: CaptureRequests, store: FileStore) -> None:
     """Also after a request was retracted, and began anew."""
     take(requests, share(0, 2, 9, last=False), states(2, 7.0))
     take(requests, share(0, 4, 9, last=False), states(4, 1.0))
@@ -175,7 +175,7 @@ def test_a_prompt_with_a_gap_is_refused_and_gives_its_rows_back(requests: Captur
 def test_no_exception_leaves_a_hook_where_it_would_end_the_server(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hooks = ServerHooks("shm:x", (1,), 1)
+    hooks = ServerHooks("file:x", (1,), 1)
     hooks.requests = CaptureRequests(None, {}, ())
     seen: list[Any] = []
     result = hooks.around_prefill(lambda *args: seen.append(args) or "done", "processor", 1, 2)  # type: ignore[func-returns-value]
@@ -193,7 +193,7 @@ def test_no_exception_leaves_a_hook_where_it_would_end_the_server(
     ],
 )
 def test_tensors_beside_must_be_such_and_have_a_row_for_each_token(
-    requests: CaptureRequests, store: ShmStore, packed: tuple[str, str], kind: str, reason: str
+    requests: CaptureRequests, store: FileStore, packed: tuple[str, str], kind: str, reason: str
 ) -> None:
     take(requests, share(ask=replace(ASK, beside={"loss_mask": packed})), states(3))
     receipt = receipts_of(requests)["rid"]
@@ -201,7 +201,9 @@ def test_tensors_beside_must_be_such_and_have_a_row_for_each_token(
     assert reason in receipt["reason"]
 
 
-def test_requests_of_one_forward_share_its_copy(requests: CaptureRequests, store: ShmStore) -> None:
+def test_requests_of_one_forward_share_its_copy(
+    requests: CaptureRequests, store: FileStore
+) -> None:
     """The rows between them that nobody asked for come along; each gets its own."""
     hidden_TH = torch.arange(9.0).repeat_interleave(4).view(9, 4)
     given = {"hidden.1": hidden_TH, "last_hidden": hidden_TH}
@@ -259,8 +261,8 @@ def test_the_writer_ends_with_its_server(staging: Staging) -> None:
 
 
 @pytest.fixture
-def writer(store: ShmStore) -> Iterator[Writer]:
-    writer = Writer(store.uri, torch.zeros(1 << 16, dtype=torch.uint8))
+def writer(store: FileStore) -> Iterator[Writer]:
+    writer = Writer(f"{store.uri}&max_bytes={BYTES}", torch.zeros(1 << 16, dtype=torch.uint8))
     yield writer
     writer.close()
 
@@ -312,7 +314,7 @@ def test_what_a_device_found_finite_in_the_stored_type_is_not_looked_at_again(
     assert ("error" in receipts[SAMPLE], "ref" in receipts[OTHER]) == (looked, True)
 
 
-def test_a_full_store_is_said_to_be_full(writer: Writer, store: ShmStore) -> None:
+def test_a_full_store_is_said_to_be_full(writer: Writer, store: FileStore) -> None:
     length = (BYTES >> 2) - 4096
     ballast = store.put(StoreItem(OTHER, {"x": torch.zeros(length)}, length))
     wide = job(writer, torch.zeros(3, 4000))
@@ -347,7 +349,7 @@ def test_a_store_that_cannot_be_opened_is_a_reason_in_the_receipt(
 
 
 def test_what_a_dead_client_did_not_read_is_freed(
-    writer: Writer, store: ShmStore, monkeypatch: pytest.MonkeyPatch
+    writer: Writer, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftcore_sglang.writer.LENT", 0.0)
     writer.write([job(writer, torch.zeros(3, 4), sample=OTHER, lent=True)])
@@ -360,7 +362,7 @@ def test_what_a_dead_client_did_not_read_is_freed(
 
 
 @pytest.fixture
-def on_cuda(store: ShmStore) -> Iterator[CaptureRequests]:
+def on_cuda(store: FileStore) -> Iterator[CaptureRequests]:
     staging = Staging(store.uri, 64 << 20, "cuda")
     yield CaptureRequests(staging, {}, ("hidden.1", "last_hidden"))
     assert staging.held_bytes == 0
@@ -369,7 +371,7 @@ def on_cuda(store: ShmStore) -> Iterator[CaptureRequests]:
 
 @pytest.mark.gpu
 def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
-    on_cuda: CaptureRequests, store: ShmStore
+    on_cuda: CaptureRequests, store: FileStore
 ) -> None:
     values_TH = torch.randn(512, 1024, device="cuda").bfloat16()
     for seconds in (0, 1):  # the first time loads the kernels, which waits
@@ -396,7 +398,7 @@ def test_rows_on_a_device_are_copied_once_they_are_there_and_nobody_waits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_on_a_device_too_one_request_that_is_not_finite_spoils_no_other(
-    on_cuda: CaptureRequests, store: ShmStore, value: float
+    on_cuda: CaptureRequests, store: FileStore, value: float
 ) -> None:
     hidden_TH = torch.randn(6, 4, device="cuda").bfloat16()
     for kinds in (["stored", "stored"], ["not-finite", "stored"]):

@@ -194,7 +194,7 @@ def capturing(target: TargetSpec, receipt: Callable[[Any, Any], Any], **says: An
     of_itself = {
         "version": VERSION, "problem": "", "model": "as asked", "layers": target.num_layers,
         "width": target.text_config.hidden_size, "vocabulary": target.vocab_size,
-        "names": REQUEST.names, "sink": "shm:elsewhere", "image_token": 9, **says,
+        "names": REQUEST.names, "sink": "file:/elsewhere", "image_token": 9, **says,
     }  # fmt: skip
 
     def answer(body: Any) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def capturing(target: TargetSpec, receipt: Callable[[Any, Any], Any], **says: An
         ({"problem": "no memory"}, "cannot capture: no memory"),
         ({"width": 9}, "serves another target"),
         ({"names": ["last_hidden"]}, r"capture hidden\.0, only last_hidden\n.*DRAFTCORE_LAYERS=0"),
-        ({"sink": "shm:other"}, "stores into shm:other, another one into shm:elsewhere"),
+        ({"sink": "file:/other"}, "stores into file:/other, another one into file:/elsewhere"),
     ],
 )
 def test_a_server_that_does_not_fit_the_run_or_the_others_is_refused(
@@ -311,13 +311,13 @@ def test_once_images_were_captured_a_row_that_is_read_otherwise_is_left_out(
     def receipt(body: Any, ask: Any) -> dict[str, Any]:
         if not ask["origin"]:
             return {"error": "misread", "reason": "its text names an image"}
-        ref = SampleRef(ask["sample"], "0", "shm:elsewhere", (), len(SEEN), 0, ask["origin"])
+        ref = SampleRef(ask["sample"], "0", "file:/elsewhere", (), len(SEEN), 0, ask["origin"])
         return {"ref": ref.to_json()}
 
     with open_capture(target, serve(capturing(target, receipt)).url) as capture:
         stored: Any = SimpleNamespace(provenance="made so")
         store: Any = SimpleNamespace(lookup=lambda ids: dict.fromkeys(ids, stored))
-        for store.uri, reached in (("shm:elsewhere?max_bytes=9", True), ("shm:here", False)):
+        for store.uri, reached in (("file:/elsewhere?max_bytes=9", True), ("file:/here", False)):
             assert capture.reaches(store) is reached
         assert "features pass through this process" in caplog.text
         capture.deliver(pictured, [{}], "made so", store)

@@ -5,6 +5,7 @@ A server takes some 20 seconds to come up. One with a class serves its tests.
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from capturing import (
     write_run,
 )
 from draftcore_disagg.local import free_port
+from draftcore_file.store import FileStore
 from draftcore_hf.capture import LocalCapture
 from draftcore_hf.target import TransformersTarget
 from draftcore_sdk.captures import (
@@ -49,7 +51,6 @@ from draftcore_sglang.client import Server
 from draftcore_sglang.options import ServerOptions
 from draftcore_sglang.remote import ServerCapture, receipt_of, request_body
 from draftcore_sglang.wire import FIELD, Ask
-from draftcore_shm.store import ShmStore
 from sglang_on_cpu import ARGUMENTS, flags
 
 import draftcore
@@ -91,11 +92,11 @@ def start(tmp_path_factory: pytest.TempPathFactory, served_folder: Path) -> Iter
 @pytest.fixture(scope="class")
 def sink() -> Iterator[str]:
     """A store in shared memory, open for as long as the servers run."""
-    uri = f"shm:test-{uuid.uuid4().hex}?max_bytes={8 << 20}"
-    store = ShmStore.open(uri)
+    uri = f"file:/dev/shm/test-{uuid.uuid4().hex}?volatile=yes&max_bytes={8 << 20}"
+    store = FileStore.open(uri)
     yield uri
     store.close()
-    store.path.unlink(missing_ok=True)
+    shutil.rmtree(store.folder, ignore_errors=True)  # a server's writer may have it open still
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Rig:
 
     start: StartServer
     sink: str
-    store: ShmStore
+    store: FileStore
     folder: Path
     opened: list[ServerCapture]
 
@@ -123,7 +124,7 @@ class Rig:
 @pytest.fixture
 def rig(start: StartServer, sink: str, served_folder: Path) -> Iterator[Rig]:
     """Each test frees what it captures."""
-    rig = Rig(start, sink, ShmStore.open(sink), served_folder, [])
+    rig = Rig(start, sink, FileStore.open(sink), served_folder, [])
     yield rig
     for capture in rig.opened:
         capture.close()
@@ -362,7 +363,7 @@ def test_a_server_puts_into_mooncake_what_transformers_computes(rig: Rig) -> Non
 
 def test_a_run_trains_on_what_a_server_stored(rig: Rig, tmp_path: Path) -> None:
     """A trainer and two producers, as with transformers in the trainer: in the plan's order."""
-    store = f"shm:test-{uuid.uuid4().hex}?max_bytes=64MiB"
+    store = f"file:/dev/shm/test-{uuid.uuid4().hex}?volatile=yes&max_bytes=64MiB"
     server = rig.start(DRAFTCORE_SINK=store, DRAFTCORE_LAYERS="0,1,2")
     options = {"servers": [server.url], "self_test": False}
     changes = {"capture": {"name": "sglang-server", "options": options}, "store": store}
@@ -442,8 +443,8 @@ def test_a_server_that_is_killed_at_work_is_waited_for_and_its_writer_is_started
         require_stored(store, refs, asked)
     assert store.stats().samples == 0
 
-    store.path.unlink()
+    shutil.rmtree(store.folder)
     store.close()
-    rig.store = ShmStore.open(rig.sink)
+    rig.store = FileStore.open(rig.sink)
     require_stored(rig.store, deliver(capture, rig.store, batches[0]), batches[0])
     assert again.alive

@@ -65,7 +65,7 @@ draftcore_sglang.writer.open_store(sys.argv[1]).close()
 
 def test_beside_a_server_it_needs_the_core_and_a_store_alone(tmp_path: Path) -> None:
     """sglang pins a transformers that may be older than ours."""
-    command = [sys.executable, "-c", BESIDE_A_SERVER, f"shm:{tmp_path}/ring?max_bytes=1MiB"]
+    command = [sys.executable, "-c", BESIDE_A_SERVER, f"file:{tmp_path}/memory?volatile=yes"]
     subprocess.run(command, env=child_environment(), check=True)
 
 
@@ -137,7 +137,7 @@ def test_a_server_whose_sglang_moved_takes_nothing_over(monkeypatch: pytest.Monk
     before = dict(HookRegistry._hooks)
     monkeypatch.setattr(HookRegistry, "register", staticmethod(lambda target, hook: None))
     with pytest.raises(UsageError, match=r"HookRegistry\.register\(target, hook\)"):
-        hooked.install("shm:none", (), 1 << 20)
+        hooked.install("file:none", (), 1 << 20)
     assert HookRegistry._hooks == before
 
 
@@ -241,10 +241,10 @@ def test_a_servers_settings_come_from_its_environment_and_none_without_a_sink(
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ("shm:run7", "shm:run7?max_bytes=1GiB", True),
+        ("file:/m/run7", "file:/m/run7?volatile=yes", True),
         ("mooncake://h:1/run7?segment=a", "mooncake://h:1/run7", True),
         ("mooncake://h:1/run7", "mooncake://h:1/run8", False),
-        ("shm:a%20b", "shm:a b", True),
+        ("file:/a%20b", "file:/a b", True),
     ],
 )
 def test_stores_are_told_apart_by_what_is_not_an_option(one: str, other: str, same: bool) -> None:
@@ -259,7 +259,7 @@ SENT = json.loads(json.dumps(ASK.to_json()))
 WRONG: list[dict[str, Any]] = [
     {"version": 0}, {"more": 1}, {"lent": "for long"}, {"read": "0f"}, {"dtype": "float64"},
     {"origin": "p" * 5000}, {"names": ["weights"]}, {"names": "hidden.1"}, {"names": []},
-    {"sample": "../../etc/passwd"}, {"sample": "shm:elsewhere"}, {"sample": "ab" * 12 + "\n"},
+    {"sample": "../../etc/passwd"}, {"sample": "file:elsewhere"}, {"sample": "ab" * 12 + "\n"},
     {"beside": {"../x": ["int64", ""]}}, {"beside": {"mask": ["complex64", ""]}},
     {"beside": {f"mask{'_' * n}": ["int64", ""] for n in range(9)}},
 ]  # fmt: skip

@@ -1,1 +1,0 @@
-"""Store `shm` for draftcore."""
