@@ -55,7 +55,9 @@ class TestTheReadmesExample(AlgorithmSuite):
 
 def test_importing_any_of_it_imports_no_transformers_and_of_the_core_only_contracts() -> None:
     names = [
-        f"draftcore_nn.{module.name}" for module in pkgutil.iter_modules(draftcore_nn.__path__)
+        f"draftcore_nn.{module.name}"
+        for module in pkgutil.iter_modules(draftcore_nn.__path__)
+        if module.name != "kernels"  # they want Triton, which torch for CPUs lacks
     ]
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     run = [sys.executable, "-c", code]
