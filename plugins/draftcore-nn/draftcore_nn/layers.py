@@ -46,16 +46,13 @@ def take(x_N: Tensor, index_R: Tensor, there_R: Tensor | None = None) -> Tensor:
 
     Rows that are not `there_R` may be any; they have no gradient.
     """
-    if there_R is None:
-        return _Take.apply(x_N, index_R, index_R)  # type: ignore[no-any-return, no-untyped-call]
-    given = (index_R, index_R.where(there_R, len(x_N)))
-    return _Take.apply(x_N, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _Take.apply(x_N, index_R, there_R)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_N: Tensor, index_R: Tensor, from_R: Tensor) -> Tensor:
-        ctx.save_for_backward(from_R)
+    def forward(ctx: Any, x_N: Tensor, index_R: Tensor, there_R: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index_R if there_R is None else index_R.where(there_R, len(x_N)))
         ctx.count = len(x_N)
         return x_N.index_select(0, index_R)
 
