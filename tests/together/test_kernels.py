@@ -55,11 +55,10 @@ def test_kernels_have_the_losses_and_gradients_of_torch(
         objective, by_row = loss(given | names)
         slopes = torch.autograd.grad(objective, leaves, allow_unused=True)
         found.append(([objective, *by_row], [s.float() for s in slopes if s is not None]))
-    (mine, slopes), (theirs, plain) = found
-    for x, y in zip(mine, theirs, strict=True):
-        if x.dtype == torch.long:
-            assert (x == y).float().mean() > 0.9  # of equal logits any is the best
+    for value, right in zip(found[0][0], found[1][0], strict=True):
+        if value.dtype == torch.long:
+            assert (value == right).float().mean() > 0.9  # of equal logits any is the best
         else:
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    for slope, right in zip(slopes, plain, strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+    for slope, right in zip(found[0][1], found[1][1], strict=True):
         assert (slope - right).norm() < 0.01 * right.norm()  # bf16 rounds to 0.4 %

@@ -121,10 +121,9 @@ def fused(
     """Return final and base losses [2, R], best tokens alike, and the gradients of h, z and U."""
     from draftcore_domino import kernels
 
-    found = _fused_like(
+    loss_2R, best_2R, slope_RH, slope_RE, up_grad_VE = _fused_like(
         hidden_RH, low_RE, head_VH, up_VE, labels_R, final_weight_R, base_weight_R, wanted
     )
-    loss_2R, best_2R, slope_RH, slope_RE, up_grad_VE = found
     parts, size = heads.slices(len(hidden_RH), 2 * len(head_VH)), len(head_VH)
     memory_2rV = hidden_RH.new_empty(2, parts[0].stop if parts else 0, size)
     up_grad_VE.zero_()
@@ -140,7 +139,7 @@ def fused(
             torch.mm(base_rV, head_VH, out=slope_RH[part])
             torch.mm(final_rV, up_VE, out=slope_RE[part])
             up_grad_VE += final_rV.T @ low_RE[part]
-    return found
+    return loss_2R, best_2R, slope_RH, slope_RE, up_grad_VE
 
 
 @fused.register_fake

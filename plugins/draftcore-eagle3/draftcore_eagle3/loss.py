@@ -202,8 +202,9 @@ def fused(
     """
     from draftcore_eagle3 import kernels
 
-    found = _fused_like(hidden_KMH, head_UH, teacher_MU, own_M, all_M, slope_KM, wanted)
-    *by_row, grad_KMH, head_grad_UH = found
+    cross_KM, overlap_KM, best_KM, grad_KMH, head_grad_UH = _fused_like(
+        hidden_KMH, head_UH, teacher_MU, own_M, all_M, slope_KM, wanted
+    )
     (steps, rows, _), size = hidden_KMH.shape, len(head_UH)
     at_once = max(1, min(steps, heads.SLICE_ELEMENTS // max(1, rows * size)))
     memory = hidden_KMH.new_empty(at_once * rows, size)
@@ -212,12 +213,14 @@ def fused(
         part = slice(start, min(start + at_once, steps))
         hidden = hidden_KMH[part].flatten(0, 1)
         logits = torch.mm(hidden, head_UH.T, out=memory[: len(hidden)])
-        written = [x[part] for x in by_row]
-        kernels.distill(logits, teacher_MU, own_M, all_M, slope_KM[part], *written, wanted)
+        kernels.distill(
+            logits, teacher_MU, own_M, all_M, slope_KM[part],
+            cross_KM[part], overlap_KM[part], best_KM[part], wanted,
+        )  # fmt: skip
         if wanted:
             torch.mm(logits, head_UH, out=grad_KMH[part].flatten(0, 1))
             head_grad_UH += logits.T @ hidden
-    return found
+    return cross_KM, overlap_KM, best_KM, grad_KMH, head_grad_UH
 
 
 @fused.register_fake

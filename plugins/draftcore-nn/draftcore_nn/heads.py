@@ -44,8 +44,7 @@ def cross_entropy(
     """Return each row's cross entropy, its best token, and d loss / d hidden [R, H] if that is wanted."""
     from draftcore_nn import kernels
 
-    found = _cross_entropy_like(hidden_RH, head_VH, label_R, wanted)
-    loss_R, best_R, slope_RH = found
+    loss_R, best_R, slope_RH = _cross_entropy_like(hidden_RH, head_VH, label_R, wanted)
     parts = slices(len(hidden_RH), len(head_VH))
     memory_rV = hidden_RH.new_empty(parts[0].stop if parts else 0, len(head_VH))
     for part in parts:
@@ -53,7 +52,7 @@ def cross_entropy(
         kernels.cross_entropy(logits_rV, label_R[part], loss_R[part], best_R[part], wanted)
         if wanted:
             torch.mm(logits_rV, head_VH, out=slope_RH[part])
-    return found
+    return loss_R, best_R, slope_RH
 
 
 @cross_entropy.register_fake
@@ -72,8 +71,7 @@ def teach(
     """Return logits of draft tokens [R, U], their log-sum-exp, that of all tokens, and the best of all."""
     from draftcore_nn import kernels
 
-    found = _teach_like(hidden_RH, head_VH, ids_U)
-    own_RU, own_R, all_R, best_R = found
+    own_RU, own_R, all_R, best_R = _teach_like(hidden_RH, head_VH, ids_U)
     parts, unused_R = slices(len(hidden_RH), len(head_VH)), torch.empty_like(best_R)
     memory_rV = hidden_RH.new_empty(parts[0].stop if parts else 0, len(head_VH))
     for part in parts:
@@ -85,7 +83,7 @@ def teach(
         else:
             torch.index_select(logits_rV, 1, ids_U, out=own_RU[part])
             kernels.statistics(own_RU[part], own_R[part], unused_R[part])
-    return found
+    return own_RU, own_R, all_R, best_R
 
 
 @teach.register_fake

@@ -171,8 +171,8 @@ def teach(
     parts, last_hidden_RH = [], last_hidden_RH.to(head_VH.dtype)
     with full_precision(head_VH.device):
         if heads.suits(head_VH) and scale == 1 and not softcap:
-            *found, best_R = heads.teach(last_hidden_RH, head_VH, ids_U)
-            return Teacher(*found, index_V[best_R])
+            own_RU, own_R, all_R, best_R = heads.teach(last_hidden_RH, head_VH, ids_U)
+            return Teacher(own_RU, own_R, all_R, index_V[best_R])
         for (hidden_rH,) in in_slices(len(head_VH), last_hidden_RH):
             logits_rV = functional.linear(hidden_rH, head_VH)
             best_r = logits_rV.max(-1).indices
