@@ -138,7 +138,7 @@ def fused(
         if wanted:
             torch.mm(base_rV, head_VH, out=slope_RH[part])
             torch.mm(final_rV, up_VE, out=slope_RE[part])
-            up_grad_VE += final_rV.T @ low_RE[part]
+            heads.add_product(up_grad_VE, final_rV.T, low_RE[part])
     return loss_2R, best_2R, slope_RH, slope_RE, up_grad_VE
 
 

@@ -219,7 +219,7 @@ def fused(
         )  # fmt: skip
         if wanted:
             torch.mm(logits, head_UH, out=grad_KMH[part].flatten(0, 1))
-            head_grad_UH += logits.T @ hidden
+            heads.add_product(head_grad_UH, logits.T, hidden)
     return cross_KM, overlap_KM, best_KM, grad_KMH, head_grad_UH
 
 

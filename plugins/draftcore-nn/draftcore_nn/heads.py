@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SLICE_ELEMENTS = 1 << 27  # of logits that exist together: 256 MiB
+SLICE_ELEMENTS = 1 << 28  # of logits that exist together: 512 MiB
 TILE = 128  # rows that a product with a head computes together
 
 
@@ -35,6 +35,11 @@ def numbers(rows: int, like: Tensor) -> Tensor:
 def tokens(rows: int, like: Tensor) -> Tensor:
     """Return memory for one token of each row."""
     return torch.empty(rows, dtype=torch.long, device=like.device)
+
+
+def add_product(sum_VH: Tensor, x_VR: Tensor, y_RH: Tensor) -> None:
+    """Add a product to a sum in fp32, without a rounding to half precision on the way."""
+    torch.addmm(sum_VH, x_VR, y_RH, out_dtype=torch.float32, out=sum_VH)
 
 
 @torch.library.custom_op("draftcore::cross_entropy", mutates_args=())
