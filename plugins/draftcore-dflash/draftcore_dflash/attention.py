@@ -123,23 +123,22 @@ def attend(query_MSAD: Tensor, own: KeysValues, context: KeysValues, mask: Atten
     Scores are scaled by D^-0.5.
     """
     blocks, seen = mask.blocks, mask.seen
-    # FlexAttention's backward works on one query head after another, where they share a key head.
-    share = query_MSAD.shape[2] // own[0].shape[2]
-    given = [x if share == 1 else x.repeat_interleave(share, -2) for x in (*own, *context)]
     if not isinstance(seen, Tensor):
         from torch.nn.attention.flex_attention import flex_attention
 
         rows = len(context[0]) * blocks.per_sample
-        query_BAQD, *own_BAQD = (
-            _laid(x, blocks.slot_M, rows, len(context[0])) for x in (query_MSAD, *given[:2])
+        query_BAQD, *own_BGQD = (
+            _laid(x, blocks.slot_M, rows, len(context[0])) for x in (query_MSAD, *own)
         )
         key, value = (
-            torch.cat([x_BTAD.transpose(1, 2), x_BAQD], 2)
-            for x_BTAD, x_BAQD in zip(given[2:], own_BAQD, strict=True)
+            torch.cat([x_BTGD.transpose(1, 2), x_BGQD], 2)
+            for x_BTGD, x_BGQD in zip(context, own_BGQD, strict=True)
         )
-        found = flex_attention(query_BAQD, key, value, block_mask=seen)
+        found = flex_attention(query_BAQD, key, value, block_mask=seen, enable_gqa=True)
         assert isinstance(found, Tensor)
         return take(_slots(found, query_MSAD.shape[1]), blocks.slot_M)
+    share = query_MSAD.shape[2] // own[0].shape[2]
+    given = [x if share == 1 else x.repeat_interleave(share, -2) for x in (*own, *context)]
     return _JointAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
         query_MSAD, *given[:2], *(x_BTAD.transpose(1, 2) for x_BTAD in given[2:]), seen,
         blocks.slot_M, mask.causal,
