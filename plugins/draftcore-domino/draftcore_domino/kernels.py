@@ -7,6 +7,7 @@ See `draftcore_nn.kernels`. Shape letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from draftcore_nn.kernels import BLOCK, WARPS, finish, merge
@@ -60,4 +61,7 @@ def corrected(
     """Write final and base losses and best tokens; over base logits the sum of their gradients."""
     rows, size = base_RV.shape
     given = (base_RV, correction_RV, label_R, final_weight_R, base_weight_R, loss_2R, best_2R)
-    _corrected[(rows,)](*given, size, loss_2R.stride(0), wanted, BLOCK=BLOCK // 2, num_warps=WARPS)
+    with torch.cuda.device_of(base_RV):
+        _corrected[(rows,)](
+            *given, size, loss_2R.stride(0), wanted, BLOCK=BLOCK // 2, num_warps=WARPS
+        )

@@ -7,6 +7,7 @@ See `draftcore_nn.kernels`. Shape letters: S steps, M supervised rows, U draft v
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from draftcore_nn.kernels import BLOCK, WARPS, finish, merge
@@ -52,4 +53,7 @@ def distill(
 ) -> None:  # fmt: skip
     """Write each row's cross entropy, overlap and best token, and over its logits their gradient."""
     given = (logits_SMU, teacher_MU, own_M, all_M, slope_SM, cross_SM, overlap_SM, best_SM)
-    _distill[(slope_SM.numel(),)](*given, *teacher_MU.shape, wanted, BLOCK=BLOCK, num_warps=WARPS)
+    with torch.cuda.device_of(logits_SMU):
+        _distill[(slope_SM.numel(),)](
+            *given, *teacher_MU.shape, wanted, BLOCK=BLOCK, num_warps=WARPS
+        )

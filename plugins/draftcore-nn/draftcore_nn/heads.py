@@ -1,23 +1,27 @@
 """Products with a head, and losses of their logits, as operators that a compiler does not look into.
 
-They are for CUDA and half precision, as `suits` says. Logits exist for a slice of rows at a time, in one
-piece of memory: Triton's kernels read them, and write their gradient over them (see `kernels`).
+They are for CUDA and half precision, where Triton is there, as `suits` says. Logits exist for a slice of
+rows at a time, in one piece of memory: Triton's kernels read them, and write their gradient over them
+(see `kernels`).
 
 Shape letters: R rows, H hidden, V vocabulary, U the draft's own; r a slice of rows.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 SLICE_ELEMENTS = 1 << 28  # of logits that exist together: 512 MiB
+HAS_TRITON = find_spec("triton") is not None
 TILE = 128  # rows that a product with a head computes together
 
 
 def suits(x: Tensor) -> bool:
     """Whether there are kernels for logits of this dtype and device."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
 def slices(rows: int, width: int) -> list[slice]:

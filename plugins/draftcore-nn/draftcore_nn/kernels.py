@@ -2,7 +2,8 @@
 
 A program has one row. It goes over the row once for its log-sum-exp and its largest logit, and again for
 what the backward needs. Arithmetic is in fp32. `draftcore_nn.heads` and algorithms call them where `suits`
-says so; `merge` and `finish` are for kernels of an algorithm's own.
+says so; `merge` and `finish` are for kernels of an algorithm's own. Triton launches them on the current
+device, so that has to be the logits'.
 
 Shape letters: R rows, V vocabulary.
 """
@@ -11,6 +12,7 @@ Shape letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,7 +60,9 @@ def _statistics(logits, logsumexp, best, V, BLOCK: tl.constexpr):
 def statistics(logits_RV: Tensor, logsumexp_R: Tensor, best_R: Tensor) -> None:
     """Write each row's log-sum-exp and the first place of its largest logit."""
     rows, size = logits_RV.shape
-    _statistics[(rows,)](logits_RV, logsumexp_R, best_R, size, BLOCK=BLOCK, num_warps=WARPS)
+    given = (logits_RV, logsumexp_R, best_R, size)
+    with torch.cuda.device_of(logits_RV):
+        _statistics[(rows,)](*given, BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit
@@ -83,4 +87,5 @@ def cross_entropy(
     """Write each row's cross entropy and its best token; over logits softmax - onehot, if that is wanted."""
     rows, size = logits_RV.shape
     given = (logits_RV, label_R, loss_R, best_R, size, wanted)
-    _cross_entropy[(rows,)](*given, BLOCK=BLOCK, num_warps=WARPS)
+    with torch.cuda.device_of(logits_RV):
+        _cross_entropy[(rows,)](*given, BLOCK=BLOCK, num_warps=WARPS)
