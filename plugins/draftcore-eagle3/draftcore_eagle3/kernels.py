@@ -3,7 +3,7 @@
 See `draftcore_nn.kernels`. Shape letters: S steps, M supervised rows, U draft vocabulary.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
