@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from draftcore_nn import attention as fused
 from draftcore_nn import masks
-from draftcore_nn.layers import cast, full_precision
+from draftcore_nn.layers import cast, full_precision, take
 from draftcore_nn.masks import TILE
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -70,7 +70,7 @@ class Tiles(masks.Tiles):
             context_BIJ = context_BIJ & (key_J + TILE > first_BI1 + 1 - window)
             whole_BIJ = whole_BIJ & (key_J > last_BI1 + block_size - 1 - window)
         partly_BIJ = (own_IJ | context_BIJ) & ~whole_BIJ
-        return cls(masks.listed(partly_BIJ, whole_BIJ, (queries, length + queries)), anchor_BN)
+        return cls(masks.listed(partly_BIJ, whole_BIJ), anchor_BN)
 
     def of_rows(self, length: int, block_size: int, window: int | None, causal: bool) -> BlockMask:
         """Return them with what is seen within a tile, for FlexAttention."""
@@ -136,7 +136,7 @@ def attend(query_MSAD: Tensor, own: KeysValues, context: KeysValues, mask: Atten
         )
         found = flex_attention(query_BAQD, key, value, block_mask=seen, enable_gqa=True)
         assert isinstance(found, Tensor)
-        return _take(found, query_MSAD, blocks.slot_M)
+        return take(_slots(found, query_MSAD.shape[1]), blocks.slot_M)
     share = query_MSAD.shape[2] // own[0].shape[2]
     given = [x if share == 1 else x.repeat_interleave(share, -2) for x in (*own, *context)]
     return _JointAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -221,5 +221,9 @@ def _laid(x_MSAD: Tensor, slot_M: Tensor, slots: int, batch: int) -> Tensor:
 
 def _take(x_BAQ: Tensor, like_MSA: Tensor, slot_M: Tensor) -> Tensor:
     """Undo `_pad`: turn [B, A, Q, ...] into [M, S, A, ...]."""
-    rows = torch.unflatten(x_BAQ.transpose(1, 2), 1, (-1, like_MSA.shape[1]))
-    return rows.flatten(0, 1).index_select(0, slot_M)
+    return _slots(x_BAQ, like_MSA.shape[1]).index_select(0, slot_M)
+
+
+def _slots(x_BAQ: Tensor, block_size: int) -> Tensor:
+    """Turn [B, A, Q, ...] into the blocks of all slots, [B*N, S, A, ...]."""
+    return torch.unflatten(x_BAQ.transpose(1, 2), 1, (-1, block_size)).flatten(0, 1)

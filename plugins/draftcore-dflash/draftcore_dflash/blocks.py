@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from draftcore_nn.batches import generator_of, host_mask
+from draftcore_nn.layers import take
 from draftcore_nn.losses import padded
 from torch import Tensor
 from torch.nn import functional
@@ -100,7 +101,8 @@ class Targets(OnDevice):
 
     def take(self, x_MS: Tensor) -> Tensor:
         """Take the rows with loss of [M, S, ...], as [R, ...]; what fills them up is some row."""
-        return x_MS.flatten(0, 1).index_select(0, self.row_R.clamp_max(self.valid_MS.numel() - 1))
+        count = self.valid_MS.numel()
+        return take(x_MS.flatten(0, 1), self.row_R.clamp_max(count - 1), self.row_R < count)
 
     def weigh(self, x_R: Tensor, weight_MS: Tensor) -> Tensor:
         """Return the sum of rows' values by their weights."""

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from draftcore_nn.layers import full_precision
+from draftcore_nn import heads
+from draftcore_nn.layers import cast, full_precision
 from draftcore_nn.losses import Teacher, padded
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -108,6 +109,16 @@ class _Distill(torch.autograd.Function):
         steps_K = torch.arange(len(hidden_KMH), device=own_M.device, dtype=exact)
         decay_K = options.step_decay**steps_K
         losses, overlaps, bests, slopes = [], [], [], []
+        if options.loss == "kl" and heads.suits(hidden_KMH):
+            with full_precision(hidden_KMH.device):
+                cross_KM, overlap_KM, best_KM, *found = fused(
+                    hidden_KMH, head, teacher_MU, own_M, all_M, decay_K[:, None] * weight_KM, wanted
+                )
+                loss_K = (cross_KM * weight_KM).sum(-1)
+            if wanted:
+                ctx.save_for_backward(found[0], cast(found[1], head_UH.dtype))
+            ctx.mark_non_differentiable(loss_K, overlap_KM, best_KM)
+            return (decay_K * loss_K).sum(), loss_K, overlap_KM, best_KM
         head_slope_UH = torch.zeros_like(head_UH) if wanted else None
         with full_precision(hidden_KMH.device):
             exact_MU = teacher_MU.to(exact)
@@ -178,3 +189,46 @@ def _step_losses(
         1 - rate_S1
     )
     return (loss_S1 * some_S1)[:, 0], blend_S1 * given_SM, (blend_S1 - 1) * weight_SM
+
+
+@torch.library.custom_op("draftcore::distill", mutates_args=())
+def fused(
+    hidden_KMH: Tensor, head_UH: Tensor, teacher_MU: Tensor, own_M: Tensor, all_M: Tensor,
+    slope_KM: Tensor, wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return each row's cross entropy, overlap and best token [K, M], and the gradients if they are wanted.
+
+    Of the hidden states and of the head, of the sum of slope * cross entropy; by Triton's kernel.
+    """
+    from draftcore_eagle3 import kernels
+
+    cross_KM, overlap_KM, best_KM, grad_KMH, head_grad_UH = _fused_like(
+        hidden_KMH, head_UH, teacher_MU, own_M, all_M, slope_KM, wanted
+    )
+    (steps, rows, _), size = hidden_KMH.shape, len(head_UH)
+    at_once = max(1, min(steps, heads.SLICE_ELEMENTS // max(1, rows * size)))
+    memory = hidden_KMH.new_empty(at_once * rows, size)
+    head_grad_UH.zero_()
+    for start in range(0, steps, at_once):
+        part = slice(start, min(start + at_once, steps))
+        hidden = hidden_KMH[part].flatten(0, 1)
+        logits = torch.mm(hidden, head_UH.T, out=memory[: len(hidden)])
+        kernels.distill(
+            logits, teacher_MU, own_M, all_M, slope_KM[part],
+            cross_KM[part], overlap_KM[part], best_KM[part], wanted,
+        )  # fmt: skip
+        if wanted:
+            torch.mm(logits, head_UH, out=grad_KMH[part].flatten(0, 1))
+            heads.add_product(head_grad_UH, logits.T, hidden)
+    return cross_KM, overlap_KM, best_KM, grad_KMH, head_grad_UH
+
+
+@fused.register_fake
+def _fused_like(
+    hidden_KMH: Tensor, head_UH: Tensor, teacher_MU: Tensor, own_M: Tensor, all_M: Tensor,
+    slope_KM: Tensor, wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    best_KM = slope_KM.new_empty(slope_KM.shape, dtype=torch.long)
+    by_row = slope_KM.new_empty(slope_KM.shape), slope_KM.new_empty(slope_KM.shape), best_KM
+    grad_KMH = hidden_KMH.new_empty(hidden_KMH.shape)
+    return *by_row, grad_KMH, head_UH.new_empty(head_UH.shape, dtype=torch.float32)

@@ -28,6 +28,7 @@ from draftcore_nn.layers import (
     full_precision,
     init_linears,
     rotate,
+    take,
 )
 from draftcore_nn.losses import teach
 from draftcore_nn.target import target_tensors
@@ -197,7 +198,7 @@ class Eagle3Draft(Backbone):
         teacher = teach(taught_MH, self.head, *self.target_logits, ids_U=self.token_ids())
         label_M = teacher.label_R.where(rows.real_M, -1)
         slots_KM, there_KM = rows.drafted(steps)
-        normed = [x.index_select(0, slots_KM[k]) for k, x in enumerate(self.unroll(batch, rows))]
+        normed = [take(x, slots_KM[k], there_KM[k]) for k, x in enumerate(self.unroll(batch, rows))]
         with full_precision(slots_KM.device):
             known_M, exact = label_M >= 0, teacher.own_R.dtype
             num_rows, weight_KM = batch.attention_mask_BT.sum().to(exact), there_KM & known_M
@@ -234,11 +235,11 @@ class Eagle3Draft(Backbone):
         row_N = torch.arange(count, device=embedded.device)
         seen: list[Keys] = []
         for step in range(steps):
-            later_N = (row_N + step).clamp_max(count - 1)
+            later_N, there_N = (row_N + step).clamp_max(count - 1), row_N + step < count
             angles = cos[rows.time_BT[row_N] + step], sin[rows.time_BT[row_N] + step]
             for index, layer in enumerate(layers):
                 if index == 0:
-                    qkv = from_token.index_select(0, later_N) if step else from_token
+                    qkv = take(from_token, later_N, there_N) if step else from_token
                     qkv = qkv + functional.linear(first.hidden_norm(hidden), hidden_half)
                 else:
                     qkv = layer.project(embedded, hidden)
@@ -247,7 +248,7 @@ class Eagle3Draft(Backbone):
                     seen.append(Keys(key, value, length))
                     if layer is layers[-1]:
                         row_N = rows.active_N
-                        query, hidden = (x.index_select(0, row_N) for x in (query, hidden))
+                        query, hidden = take(query, row_N), take(hidden, row_N)
                 else:
                     seen[index].add(key, value)
                 hidden = layer.finish(hidden, seen[index].attend(query, row_N))

@@ -183,12 +183,9 @@ def test_the_readme_says_how_large_a_draft_is_for_known_targets(name: str) -> No
 
 
 def test_what_a_draft_is_made_of_is_said(target: TargetSpec) -> None:
-    assert build(target).about == (
-        "1 layer of width 32, 4 query and 2 key/value heads of 8, MLP of 40, "
-        "RoPE default of base 10000"
-    )
-    assert ", MLP of 7, RoPE default of base 500000" in (
-        build(target, intermediate_size=7, rope_theta=5e5).about
+    assert build(target, intermediate_size=7, rope_theta=5e5).about == (
+        "1 layer of width 32, 4 query and 2 key/value heads of 8, MLP of 7, "
+        "RoPE default of base 500000"
     )
 
 
@@ -226,7 +223,6 @@ def test_request_names_the_layers_and_the_last_hidden_state(target: TargetSpec) 
     ("options", "message"),
     [
         ({"draft_vocab_size": 49}, "draft_vocab_size 49(.|\n)*at most 48"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, "divisor of 32"),
     ],
 )

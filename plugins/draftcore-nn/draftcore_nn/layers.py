@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 if TYPE_CHECKING:
@@ -38,6 +39,33 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)
     return weight.dtype
+
+
+def take(x_N: Tensor, index_R: Tensor, there_R: Tensor | None = None) -> Tensor:
+    """Take rows [R, ...] of [N, ...], each once: the backward takes, too, and need not add up.
+
+    Rows that are not `there_R` may be any; they have no gradient.
+    """
+    return _Take.apply(x_N, index_R, there_R)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, index_R: Tensor, there_R: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index_R if there_R is None else index_R.where(there_R, len(x_N)))
+        ctx.count = len(x_N)
+        return x_N.index_select(0, index_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None]:
+        (from_R,) = ctx.saved_tensors
+        rows = len(from_R)
+        to_N = from_R.new_full((ctx.count + 1,), rows)
+        to_N = to_N.index_copy(0, from_R, torch.arange(rows, device=from_R.device))[:-1]
+        taken_N = grad_R.index_select(0, to_N.clamp_max(rows - 1))
+        there_N = (to_N < rows).view(-1, *[1] * (grad_R.ndim - 1))
+        return torch.where(there_N, taken_N, 0), None, None
 
 
 def init_linears(module: nn.Module, std: float = 0.02) -> None:

@@ -6,8 +6,8 @@ weight, so the forward computes it along with the loss, and the backward only sc
 product with W forward and one for the gradient, nothing recomputed. For a head that is trained the
 backward makes the logits of each slice again.
 
-A compiler has to know how many slices there are: then rows are cut into `PARTS`, and `padded` says
-what fills them up.
+Where `heads` has an operator for a loss, it is taken: on CUDA in half precision. Else a compiler has to
+know how many slices there are: then rows are cut into `PARTS`, and `padded` says what fills them up.
 
 Shape letters: R rows, H hidden, E rank of a correction, V vocabulary, U the draft's own; r a slice of
 rows.
@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from draftcore_nn import heads
 from draftcore_nn.layers import full_precision
 
 # Logits exist for this many elements at a time: 256 MiB in fp32.
@@ -91,19 +92,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor, wanted: bool
     ) -> tuple[Tensor, Tensor]:
-        exact = torch.promote_types(hidden_RH.dtype, torch.float32)
-        losses, bests, slopes = [], [], []
+        function = heads.cross_entropy if heads.suits(hidden_RH) else _sliced_cross_entropy
         with full_precision(hidden_RH.device):
-            for hidden_rH, label_r in in_slices(len(head_VH), hidden_RH, labels_R):
-                logits_rV = hidden_rH @ head_VH.T
-                bests.append(logits_rV.argmax(-1))
-                log_probs_rV = logits_rV.log_softmax(-1, dtype=exact)
-                losses.append(-log_probs_rV.gather(1, label_r[:, None])[:, 0])
-                if wanted:
-                    slope_rV = residual(log_probs_rV, label_r[:, None])
-                    slopes.append(slope_rV.to(head_VH.dtype) @ head_VH)
-            loss_R, best_R = torch.cat(losses), torch.cat(bests)
-        ctx.save_for_backward(torch.cat(slopes) if wanted else None)
+            loss_R, best_R, slope_RH = function(hidden_RH, head_VH, labels_R, wanted)
+        ctx.save_for_backward(slope_RH if wanted else None)
         ctx.mark_non_differentiable(best_R)
         return loss_R, best_R
 
@@ -112,6 +104,23 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_R: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope_RH,) = ctx.saved_tensors
         return (slope_RH * grad_R[:, None]).to(slope_RH.dtype), None, None, None
+
+
+def _sliced_cross_entropy(
+    hidden_RH: Tensor, head_VH: Tensor, labels_R: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return each row's cross entropy, its best token, and d loss / d hidden [R, H] if that is wanted."""
+    exact = torch.promote_types(hidden_RH.dtype, torch.float32)
+    losses, bests, slopes = [], [], []
+    for hidden_rH, label_r in in_slices(len(head_VH), hidden_RH, labels_R):
+        logits_rV = hidden_rH @ head_VH.T
+        bests.append(logits_rV.argmax(-1))
+        log_probs_rV = logits_rV.log_softmax(-1, dtype=exact)
+        losses.append(-log_probs_rV.gather(1, label_r[:, None])[:, 0])
+        if wanted:
+            slope_rV = residual(log_probs_rV, label_r[:, None])
+            slopes.append(slope_rV.to(head_VH.dtype) @ head_VH)
+    return torch.cat(losses), torch.cat(bests), torch.cat(slopes) if wanted else None
 
 
 def residual(log_probs_rV: Tensor, label_r1: Tensor) -> Tensor:
@@ -159,9 +168,12 @@ def teach(
     index_V = torch.arange(len(head_VH), device=head_VH.device)
     if ids_U is not None:
         index_V = torch.full_like(index_V, -1).index_copy(0, ids_U, index_V[: len(ids_U)])
-    parts = []
+    parts, last_hidden_RH = [], last_hidden_RH.to(head_VH.dtype)
     with full_precision(head_VH.device):
-        for (hidden_rH,) in in_slices(len(head_VH), last_hidden_RH.to(head_VH.dtype)):
+        if heads.suits(head_VH) and scale == 1 and not softcap:
+            own_RU, own_R, all_R, best_R = heads.teach(last_hidden_RH, head_VH, ids_U)
+            return Teacher(own_RU, own_R, all_R, index_V[best_R])
+        for (hidden_rH,) in in_slices(len(head_VH), last_hidden_RH):
             logits_rV = functional.linear(hidden_rH, head_VH)
             best_r = logits_rV.max(-1).indices
             logits_rV = capped(logits_rV, scale, softcap)

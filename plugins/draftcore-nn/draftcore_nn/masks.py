@@ -97,7 +97,7 @@ class Tiles(OnDevice):
 
         batch, queries, keys = shape
         found = create_block_mask(rule, batch, None, queries, keys, device, BLOCK_SIZE=TILE)
-        return cls(_lists(found))
+        return cls({name: getattr(found, name) for name in LISTS})
 
     def mask(self, rule: Rule, shape: tuple[int, int]) -> BlockMask:
         """Return them with what is seen within a tile, for FlexAttention; `shape` is [Q, T]."""
@@ -107,17 +107,13 @@ class Tiles(OnDevice):
         return BlockMask(BLOCK_SIZE=(TILE, TILE), mask_mod=rule, **form)
 
 
-def listed(partly_BIJ: Tensor, whole_BIJ: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """List the tiles in which something is seen, and those in which all is; `shape` is [Q, T]."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    partly, whole = (
-        # Their number, and their indices first in a list of all.
-        (seen.sum(-1)[:, None].int(), (~seen).int().argsort(stable=True)[:, None].int())
-        for seen in (partly_BIJ, whole_BIJ)
-    )
-    return _lists(BlockMask.from_kv_blocks(*partly, *whole, TILE, seq_lengths=shape))
-
-
-def _lists(mask: BlockMask) -> dict[str, Tensor]:
-    return {name: getattr(mask, name) for name in LISTS}
+def listed(partly_BIJ: Tensor, whole_BIJ: Tensor) -> dict[str, Tensor]:
+    """List the tiles in which something is seen, and those in which all is, as `BlockMask` does."""
+    lists = {}
+    for kind, seen_BIJ in (("", partly_BIJ), ("full_", whole_BIJ)):
+        for side, seen in (("kv", seen_BIJ), ("q", seen_BIJ.mT.contiguous())):
+            lists[f"{kind}{side}_num_blocks"] = seen.sum(-1)[:, None].int()
+            # Those that are seen stand first in a list of all.
+            order = (~seen).int().argsort(stable=True)
+            lists[f"{kind}{side}_indices"] = order[:, None].int()
+    return lists

@@ -54,9 +54,8 @@ class TestTheReadmesExample(AlgorithmSuite):
 
 
 def test_importing_any_of_it_imports_no_transformers_and_of_the_core_only_contracts() -> None:
-    names = [
-        f"draftcore_nn.{module.name}" for module in pkgutil.iter_modules(draftcore_nn.__path__)
-    ]
+    found = {module.name for module in pkgutil.iter_modules(draftcore_nn.__path__)}
+    names = [f"draftcore_nn.{name}" for name in found - {"kernels"}]  # these want Triton
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
     run = [sys.executable, "-c", code]
     modules = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
@@ -288,38 +287,6 @@ def test_a_rule_is_the_same_as_a_table_as_a_bias_and_as_tiles() -> None:
     mask = masks.Tiles.of(rule, shape, "cpu").to("cpu").mask(rule, shape[1:])
     assert mask.sparsity() > 0
     torch.testing.assert_close(flex_attention(query, key, value, block_mask=mask), plain)
-
-
-@pytest.mark.parametrize("biased", [False, True], ids=["causal", "biased"])
-def test_two_parts_of_the_keys_joined_by_their_log_sum_exps_are_the_whole(biased: bool) -> None:
-    """The second part is one key for all queries."""
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(2, 3, 6, 8, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
-    extra_key, extra_value = torch.randn(2, 2, 3, 1, 8, generator=generator, dtype=torch.float64)
-    seen = torch.rand(2, 1, 6, 6, generator=generator) < 0.7 if biased else torch.ones(6, 6).tril()
-    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(seen == 0, -torch.inf)
-    bias = bias.expand(2, 1, 6, 6)
-    leaves = [x.clone().requires_grad_() for x in (query, key, value, extra_key, extra_value)]
-    keys, values = torch.cat([leaves[1], leaves[3]], 2), torch.cat([leaves[2], leaves[4]], 2)
-    whole_bias = functional.pad(bias, (0, 1))
-    whole = functional.scaled_dot_product_attention(leaves[0], keys, values, whole_bias)
-    grad = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
-    expected = torch.autograd.grad(whole, leaves, grad)
-
-    given = bias if biased else None
-    output, logsumexp, saved = attention.attend(query, key, value, given)
-    scores = attention.further_scores(query, extra_key)
-    joint = torch.logaddexp(logsumexp, scores[..., 0])
-    share = (logsumexp - joint).exp()[..., None]
-    joined = output * share + (1 - share) * extra_value
-    torch.testing.assert_close(joined, whole.detach())
-    # The kernel reads log-sum-exp by the strides that its forward gave it.
-    joint = torch.empty_like(logsumexp).copy_(joint)
-    first = attention.attend_backward(grad, query, key, value, given, joined, joint, saved)
-    further = attention.further_backward(grad, query, extra_key, extra_value, scores, joined, joint)
-    torch.testing.assert_close((first[0] + further[0], *first[1:], *further[1:]), expected)
 
 
 @pytest.mark.parametrize("rope", sorted(ROPES.keys() - {"partial"}))

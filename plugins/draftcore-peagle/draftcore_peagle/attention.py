@@ -82,4 +82,4 @@ def tiles_of(anchor_BE: Tensor, length: int) -> dict[str, Tensor]:
     low_BI = anchor_BIX.where(masked_BIX, count).amin(-1)
     high_BI = anchor_BIX.where(masked_BIX, -2).amax(-1)
     own_BIJ = (low_BI[:, :, None] <= high_BI[:, None]) & (high_BI[:, :, None] >= low_BI[:, None])
-    return masks.listed((partly_BIJ | own_BIJ) & ~whole_BIJ, whole_BIJ, (count, count))
+    return masks.listed((partly_BIJ | own_BIJ) & ~whole_BIJ, whole_BIJ)
