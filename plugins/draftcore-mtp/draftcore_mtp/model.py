@@ -137,12 +137,13 @@ class Predictor(nn.Module):
         """Return what a token brings to the layer's input, [..., H], at rows of these positions."""
         if self.kind.hidden_first:
             embedding_H = embedding_H.masked_fill((positions == 0)[..., None], 0)
-        half_HH = self.fc.weight.chunk(2, 1)[self.kind.hidden_first]
+        # By a bool, torch 2.11 would not trace it.
+        half_HH = self.fc.weight.chunk(2, 1)[int(self.kind.hidden_first)]
         return functional.linear(self.pre_fc_norm_embedding(embedding_H), half_HH)
 
     def join(self, of_token_H: Tensor, hidden_H: Tensor) -> Tensor:
         """Return the layer's input, of a token's part and the state before it."""
-        half_HH = self.fc.weight.chunk(2, 1)[not self.kind.hidden_first]
+        half_HH = self.fc.weight.chunk(2, 1)[int(not self.kind.hidden_first)]
         return of_token_H + functional.linear(self.pre_fc_norm_hidden(hidden_H), half_HH)
 
 
