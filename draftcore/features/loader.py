@@ -95,10 +95,8 @@ class Loader:
         with torch.cuda.stream(stream):
             for sample in loaded.samples:
                 text = sample.token_ids_T.clone(), sample.loss_mask_T.clone()
-                features = {
-                    name: value.pin_memory().to(self.device, non_blocking=True)
-                    for name, value in sample.features.items()
-                }
+                pinned = {name: value.pin_memory() for name, value in sample.features.items()}
+                features = {n: x.to(self.device, non_blocking=True) for n, x in pinned.items()}
                 samples.append(Sample(sample.id, *text, features))
         for value in (value for sample in samples for value in sample.features.values()):
             value.record_stream(torch.cuda.default_stream(self.device))  # that trains
@@ -194,10 +192,9 @@ def stored(
         ids = [plan.feature_ids[row] for row in planned.rows if row not in skipped]
         refs = store.lookup(ids)
         if lacking := [feature_id for feature_id in ids if feature_id not in refs]:
-            raise DraftcoreError(
-                f"sample {lacking[0]} is missing from the store {store.uri}, which held it\n"
-                "  run `draftcore capture` again, or copy the store again"
-            )
+            problem = f"sample {lacking[0]} is missing from the store {store.uri}, which held it"
+            remedy = "run `draftcore capture` again, or copy the store again"
+            raise DraftcoreError(f"{problem}\n  {remedy}")
         yield open_refs(planned, [refs[i] for i in ids], lambda at: None, store=store, names=names)
 
 
