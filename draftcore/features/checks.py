@@ -75,7 +75,7 @@ def ref_error(
 ) -> DraftcoreError | None:
     """Say what is wrong with published refs, by row where rows are to blame."""
     if tuple(ref.feature_id for ref in refs) != batch.ids:
-        return DraftcoreError(f"refs were published of other samples than batch {batch.index} has")
+        return DraftcoreError(f"refs of other samples than batch {batch.index} has were published")
     bad: dict[int, str] = {}
     for at, (ref, ids) in enumerate(zip(refs, batch.token_ids, strict=True)):
         stored = {spec.name: spec for spec in ref.tensors}

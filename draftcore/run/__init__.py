@@ -229,8 +229,8 @@ class Run(OpenRun):
         """
         if self.prefill is not None:
             self.prefill.check(self.target)  # also where the backend does not ask
-        bound, asked = self.capture, {"target": self.target, "request": request}
-        capture = bound.hook.capture(name=bound.offer.name, options=bound.options, **asked)
+        asked: Any = {"target": self.target, "request": request, "options": self.capture.options}
+        capture = self.capture.hook.capture(name=self.capture.offer.name, **asked)
         specs = request.feature_specs(self.width)
         checked = CheckedCapture(capture, str(self.capture.plugin), specs)
         if samples is None or not self.target.images:
