@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     tmp_path: Path, new_project: NewProject, name: str, device: str
 ) -> None:
     """Rows of many lengths; fp32 sums in another order, of which Adam makes more from step to step."""
+    from torch._dynamo.utils import counters
+
     heads = {"head_dim": 16}  # FlexAttention has no smaller ones
     changes = {"algorithm": {"name": name, "options": {**OPTIONS[name], **heads}}, "samples": 26}
     given = (f"target.device={device}", f"train.device={device}", "train.eval_every=3")
@@ -53,14 +56,23 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     assert ours == pytest.approx(theirs, rel=5e-3)
     lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
     assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2, 3}  # of 7 lengths
+    torch.compiler.reset()
+    counters.clear()
+    compiled.cli("train", "train.compile=on", *given, f"run={tmp_path}/again")
+    assert counters["aot_autograd"]["autograd_cache_hit"], "a second start compiles nothing anew"
+    assert (
+        replace(compiled, config={**compiled.config, "run": f"{tmp_path}/again"}).losses() == ours
+    )
 
 
 def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
     tmp_path: Path, new_project: NewProject, original: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor.config as inductor
+    from torch._dynamo.utils import counters
 
     broken = new_project(tmp_path / "broken")
+    counters.clear()
     monkeypatch.setattr(inductor.cpp, "cxx", ("/bin/false",))
     monkeypatch.setattr(inductor, "compile_threads", 1)  # else each of many imports torch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -68,6 +80,8 @@ def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
     output = broken.cli("train", "train.compile=on").output
     assert output.count("warning: torch.compile failed") == 1
     assert broken.losses() == original.losses()
+    # What torch would not keep of a graph it says before it compiles it.
+    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
 
 
 def test_a_colocated_step_crosses_at_most_60_functions_of_the_core_in_500_calls(
