@@ -6,13 +6,15 @@ The target is random and Qwen3-8B-shaped, written to shared memory once; batches
 1,000 tokens, or of 50 to 4,000 (`mixed`), half of them supervised; EAGLE-3, bf16. Each variant is
 `draftcore train` in processes of its own. The first 20 steps do not count. Variants: colocated,
 compiled (target and draft), domino (compiled too), file (all is captured into a durable store first,
-which then feeds), producer (one, and one trainer), ranks (two), mixed, mixed-ranks.
+which then feeds), producer (one, and one trainer), ranks (two), mixed, mixed-ranks. `start` is compiled, with
+empty caches and then a second time, and says where the time to the first step went.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
@@ -29,6 +31,7 @@ from safetensors.torch import save_file
 
 FOLDER = Path("/dev/shm/draftcore-pipeline")  # the target's 16 GB are read at memory speed
 FIRST = 20  # steps that do not count
+STARTED = 25  # steps of a start that is measured: those that compile are among them
 OBSERVER = """
 import json, resource
 from draftcore import hookimpl
@@ -66,7 +69,10 @@ def main() -> None:
         )
         print("variant      step  mean  wait  rows/s  device GiB  host GiB  whole s", flush=True)
         for variant in given.variants:
-            measure(variant, config)
+            if variant == "start":
+                starts(config)
+            else:
+                measure(variant, config)
     finally:
         shutil.rmtree(FOLDER, ignore_errors=True)
 
@@ -96,6 +102,36 @@ def measure(variant: str, config: Path) -> None:
         flush=True,
     )
     shutil.rmtree(run)
+
+
+def starts(config: Path) -> None:
+    """Start a compiled run with empty caches, and once more; print its phases and which steps compiled."""
+    caches = {"HOME": str(FOLDER / "home"), "XDG_CACHE_HOME": str(FOLDER / "home" / ".cache")}
+    for start in ("cold", "second"):
+        run = FOLDER / "runs" / start
+        verb = [sys.executable, "-m", "draftcore", "train", str(config), f"run={run}", *COMPILED]
+        done = subprocess.run(
+            [*verb, f"train.max_steps={STARTED}"], env={**os.environ, **caches},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            print(f"{start}: {done.stdout[-2000:]}", flush=True)
+            return
+        told = [line for line in done.stdout.splitlines() if line.startswith("first step after")]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        seconds = [line["seconds"] for line in lines]
+        slow = [
+            f"{i} ({s:.0f} s)"
+            for i, s in enumerate(seconds, 1)
+            if s > 1 + statistics.median(seconds)
+        ]
+        print(
+            f"{start}: {told[0]}; {lines[-1].get('compilations', 0):.0f} graphs of the draft, step "
+            f"{statistics.median(seconds):.3f} s, slow steps: {', '.join(slow)}; "
+            f"last loss {lines[-1]['loss']!r}",
+            flush=True,
+        )
+        shutil.rmtree(run)
 
 
 def prepare(tiny: bool, steps: int) -> Path:

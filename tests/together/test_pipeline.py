@@ -128,10 +128,8 @@ def test_a_run_without_a_terminal_prints_lines_as_it_goes(trained: Project) -> N
     assert "step 3: held-out mean loss " in output
     assert "  acceptance length " in output
     (told,) = re.findall(r"^first step after [\d.]+ s: (.*)", output, re.MULTILINE)
-    phases = [part.split()[0] for part in told.split(", ")]
-    assert [*phases[:3], *phases[-2:]] == ["imports", "checks", "digest", "step", "compile"]
     first, *later = trained.lines()
-    assert {f"start_{phase}" for phase in phases} <= first.keys()
+    assert {f"start_{part.split()[0]}" for part in told.split(", ")} <= first.keys()
     assert not any("start_step" in line for line in later)
     assert {"time", "epoch", "tokens", "tokens_per_second", "seconds"} <= first.keys()
     assert first["tokens_per_second"] == pytest.approx(first["tokens"] / first["seconds"])

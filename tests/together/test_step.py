@@ -42,8 +42,6 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     tmp_path: Path, new_project: NewProject, name: str, device: str
 ) -> None:
     """Rows of many lengths; fp32 sums in another order, of which Adam makes more from step to step."""
-    from torch._dynamo.utils import counters
-
     heads = {"head_dim": 16}  # FlexAttention has no smaller ones
     changes = {"algorithm": {"name": name, "options": {**OPTIONS[name], **heads}}, "samples": 26}
     given = (f"target.device={device}", f"train.device={device}", "train.eval_every=3")
@@ -57,9 +55,9 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
     assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2, 3}  # of 7 lengths
     torch.compiler.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     compiled.cli("train", "train.compile=on", *given, f"run={tmp_path}/again")
-    assert counters["aot_autograd"]["autograd_cache_hit"], "a second start compiles nothing anew"
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"], "kept"
     assert (
         replace(compiled, config={**compiled.config, "run": f"{tmp_path}/again"}).losses() == ours
     )
@@ -69,10 +67,9 @@ def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
     tmp_path: Path, new_project: NewProject, original: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor.config as inductor
-    from torch._dynamo.utils import counters
 
     broken = new_project(tmp_path / "broken")
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(inductor.cpp, "cxx", ("/bin/false",))
     monkeypatch.setattr(inductor, "compile_threads", 1)  # else each of many imports torch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -80,8 +77,7 @@ def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(
     output = broken.cli("train", "train.compile=on").output
     assert output.count("warning: torch.compile failed") == 1
     assert broken.losses() == original.losses()
-    # What torch would not keep of a graph it says before it compiles it.
-    assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_bypass"] == 0, "not kept"
 
 
 def test_a_colocated_step_crosses_at_most_60_functions_of_the_core_in_500_calls(
