@@ -6,14 +6,16 @@ The target is random and Qwen3-8B-shaped, written to shared memory once; batches
 1,000 tokens, or of 50 to 4,000 (`mixed`), half of them supervised; EAGLE-3, bf16. Each variant is
 `draftcore train` in processes of its own. The first 20 steps do not count, nor do those that compile.
 Variants: colocated, compiled (target and draft; so are domino and mixed), file (all is captured into a
-durable store first, which then feeds), producer (one, and one trainer), ranks (two), mixed,
-mixed-tokens (batches cut by tokens), mixed-ranks.
+durable store first, which then feeds), producer (one, and one trainer), ranks (two), both compiled, mixed,
+mixed-tokens (batches cut by tokens), mixed-ranks. `start` is compiled, with empty caches and then a
+second time, and says where the time to the first step went.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
@@ -30,6 +32,7 @@ from safetensors.torch import save_file
 
 FOLDER = Path("/dev/shm/draftcore-pipeline")  # the target's 16 GB are read at memory speed
 FIRST = 20  # steps that do not count
+STARTED = 25  # steps of a start that is measured: those that compile are among them
 OBSERVER = """
 import json, resource
 from draftcore import hookimpl
@@ -50,6 +53,8 @@ VARIANTS: dict[str, list[str]] = {
     "file": ["store=file:{folder}/features"],
     "producer": ["topology.producers=1"],
     "ranks": ["topology.ranks=2", "train.accumulate=2"],
+    "compiled-ranks": ["topology.ranks=2", "train.accumulate=2", *COMPILED],
+    "compiled-producer": ["topology.producers=1", *COMPILED],
     "mixed": [MIXED, *COMPILED],
     "mixed-tokens": [MIXED, "train.batch=256", "train.batch_tokens=8192", *COMPILED],
     "mixed-ranks": [MIXED, "topology.ranks=2", "train.accumulate=2"],
@@ -72,7 +77,10 @@ def main() -> None:
             flush=True,
         )
         for variant in given.variants:
-            measure(variant, config)
+            if variant == "start":
+                starts(config)
+            else:
+                measure(variant, config)
     finally:
         shutil.rmtree(FOLDER, ignore_errors=True)
 
@@ -106,6 +114,36 @@ def measure(variant: str, config: Path) -> None:
         flush=True,
     )
     shutil.rmtree(run)
+
+
+def starts(config: Path) -> None:
+    """Start a compiled run with empty caches, and once more; print its phases and which steps compiled."""
+    caches = {"HOME": str(FOLDER / "home"), "XDG_CACHE_HOME": str(FOLDER / "home" / ".cache")}
+    for start in ("cold", "second"):
+        run = FOLDER / "runs" / start
+        verb = [sys.executable, "-m", "draftcore", "train", str(config), f"run={run}", *COMPILED]
+        done = subprocess.run(
+            [*verb, f"train.max_steps={STARTED}"], env={**os.environ, **caches},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            print(f"{start}: {done.stdout[-2000:]}", flush=True)
+            return
+        told = [line for line in done.stdout.splitlines() if line.startswith("first step after")]
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        seconds = [line["seconds"] for line in lines]
+        slow = [
+            f"{i} ({s:.0f} s)"
+            for i, s in enumerate(seconds, 1)
+            if s > 1 + statistics.median(seconds)
+        ]
+        print(
+            f"{start}: {told[0]}; {lines[-1].get('compilations', 0):.0f} graphs of the draft, step "
+            f"{statistics.median(seconds):.3f} s, slow steps: {', '.join(slow)}; "
+            f"last loss {lines[-1]['loss']!r}",
+            flush=True,
+        )
+        shutil.rmtree(run)
 
 
 def prepare(tiny: bool, steps: int) -> Path:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftcore import hookimpl
 from draftcore.errors import DraftcoreError, UsageError, raised
+from draftcore.phases import ended, marks
 from draftcore.plugins import catalog
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry, load_plugins
@@ -70,6 +71,8 @@ def train(
     With `topology` its processes are started here and kept alive, unless this is to be the `trainer` of
     producers that are started elsewhere. Raises DraftcoreError where a draft failed or a process gave up.
     """
+    marks.clear()
+    ended("command")
     from draftcore.config import load_config
     from draftcore.files import STEPS
 

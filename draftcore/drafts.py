@@ -105,10 +105,9 @@ def write_export(
     offers = sorted(name for name in draft.algorithm.capabilities if name.startswith("layout:"))
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
-        raise UsageError(
-            f"{draft.choice.name} does not export the layout {layout!r}\n"
-            f"  it offers: {names or 'none'}\n  choose one with --layout"
-        )
+        problem = f"{draft.choice.name} does not export the layout {layout!r}"
+        remedy = f"it offers: {names or 'none'}\n  choose one with --layout"
+        raise UsageError(f"{problem}\n  {remedy}")
     replaced = force and (folder / EXPORT).is_file()
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"
@@ -131,10 +130,9 @@ def write_export(
     except (OSError, DraftcoreError) as error:
         if not isinstance(why := error.__cause__ or error, (OSError, SafetensorError)):
             raise
-        raise DraftcoreError(
-            f"cannot write the export to {folder}: {why}\n"
-            "  free space there, or choose another folder with --out"
-        ) from None
+        problem = f"cannot write the export to {folder}: {why}"
+        remedy = "free space there, or choose another folder with --out"
+        raise DraftcoreError(f"{problem}\n  {remedy}") from None
     return int(origin["step"])
 
 

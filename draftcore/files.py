@@ -77,10 +77,9 @@ def require_exported(folder: Path) -> None:
     except (ValueError, KeyError):
         changed = [EXPORT]
     if changed:
-        raise DraftcoreError(
-            f"{folder / changed[0]} is not as it was exported: its digest is another\n"
-            f"  export the draft again, or delete {manifest} to have the folder read as it is"
-        )
+        problem = f"{folder / changed[0]} is not as it was exported: its digest is another"
+        remedy = f"export the draft again, or delete {manifest} to have the folder read as it is"
+        raise DraftcoreError(f"{problem}\n  {remedy}")
 
 
 def sync(path: Path) -> None:

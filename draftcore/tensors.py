@@ -38,9 +38,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-        raise UsageError(
-            f"there is no device {name!r}\n  use auto, cpu, cuda, or cuda:N of N+1 GPUs"
-        )
+        remedy = "use auto, cpu, cuda, or cuda:N of N+1 GPUs"
+        raise UsageError(f"there is no device {name!r}\n  {remedy}")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(

@@ -39,9 +39,8 @@ class CheckedCapture:
         for batch, captured in itertools.zip_longest(asked, self.capture.features(asked)):
             same = batch and isinstance(captured, CapturedBatch) and captured.batch == batch
             if not same or len(captured.features) != len(batch.ids):
-                raise DraftcoreError(
-                    f"{self.yielded} other batches or rows than were asked for\n  {AUTHORS}"
-                )
+                problem = f"{self.yielded} other batches or rows than were asked for"
+                raise DraftcoreError(f"{problem}\n  {AUTHORS}")
             bad: dict[int, str] = {}
             rows = zip(batch.ids, batch.token_ids, captured.features, strict=True)
             for at, (sample, ids, row) in enumerate(rows):
@@ -65,8 +64,7 @@ class CheckedCapture:
             text.append(dict(zip(TEXT, parts, strict=True)))
         if isinstance(self.capture, StoringCapture) and self.capture.reaches(store):
             return functools.partial(self.capture.deliver, batch, text, provenance, store)
-        (captured,) = self.features([batch])
-        items = []
+        (captured,), items = self.features([batch]), list[StoreItem]()
         for sample, features, t in zip(batch.ids, captured.features, text, strict=True):
             # Pinned, if they come from a device.
             moved = {name: value.to("cpu", non_blocking=True) for name, value in features.items()}
@@ -80,9 +78,7 @@ def ref_error(
 ) -> DraftcoreError | None:
     """Say what is wrong with published refs, by row where rows are to blame."""
     if tuple(ref.feature_id for ref in refs) != batch.ids:
-        return DraftcoreError(
-            f"refs of other samples than those of batch {batch.index} were published"
-        )
+        return DraftcoreError(f"refs of other samples than batch {batch.index} has were published")
     bad: dict[int, str] = {}
     for at, (ref, ids) in enumerate(zip(refs, batch.token_ids, strict=True)):
         stored = {spec.name: spec for spec in ref.tensors}

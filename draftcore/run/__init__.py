@@ -34,7 +34,6 @@ from draftcore.features.checks import CheckedCapture
 from draftcore.files import require_exported
 from draftcore.plugins import catalog
 from draftcore.plugins.binding import Binding, bind, observers
-from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry
 from draftcore.training.checkpoint import Checkpoint, best, latest, missing, open_checkpoint
 from draftcore.training.ranks import SINGLE_RANK
@@ -42,12 +41,6 @@ from draftcore.uris import format_size
 
 Role = Literal["both", "trainer"]
 NO_MEMORY = "out of memory|can't allocate memory|MemoryError"  # as torch and Python say it
-
-
-def watches_always(plugin: Plugin) -> bool:
-    """Say whether a plugin is the observer that each run has where it is installed."""
-    name = catalog.default("observer")
-    return (plugin.name, plugin.dist) == (name, catalog.owners("observer")[name])
 
 
 class Run(OpenRun):
@@ -94,7 +87,10 @@ class Run(OpenRun):
         self.width = int(self.target.text_config.hidden_size)
         labels = config.drafts or [""]
         self.drafts: tuple[DraftRun, ...] = tuple(DraftRun(self, label) for label in labels)
-        always = [p.name for p in registry.judged(watches_always) if not p.problem]
+        name = catalog.default("observer")
+        owner = name, catalog.owners("observer")[name]
+        judged = registry.judged(lambda plugin: (plugin.name, plugin.dist) == owner)
+        always = [plugin.name for plugin in judged if not plugin.problem]
         watching = (Registry(()), ()) if ranks.rank else (registry, [*config.plugins, *always])
         self.observers: Specs = observers(*watching)
 
@@ -237,10 +233,8 @@ class Run(OpenRun):
         """
         if self.prefill is not None:
             self.prefill.check(self.target)  # also where the backend does not ask
-        capture = self.capture.hook.capture(
-            name=self.capture.offer.name, target=self.target, request=request,
-            options=self.capture.options,
-        )  # fmt: skip
+        asked: Any = {"target": self.target, "request": request, "options": self.capture.options}
+        capture = self.capture.hook.capture(name=self.capture.offer.name, **asked)
         specs = request.feature_specs(self.width)
         checked = CheckedCapture(capture, str(self.capture.plugin), specs)
         if samples is None or not self.target.images:
@@ -390,12 +384,9 @@ def changes(now: BaseModel, then: Mapping[str, Any], path: str = "") -> Iterator
 def differences(ours: str, theirs: str, whose: str) -> str:
     """Name the settings in which two provenances differ, one a line, indented."""
     here, there = json.loads(ours), json.loads(theirs)
-    names = sorted({*here, *there})
-    return "\n".join(
-        f"  {name}: {as_text(here.get(name))} here, {as_text(there.get(name))} {whose}"
-        for name in names
-        if here.get(name) != there.get(name)
-    )
+    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    values = ((name, as_text(here.get(name)), as_text(there.get(name))) for name in names)
+    return "\n".join(f"  {name}: {now} here, {then} {whose}" for name, now, then in values)
 
 
 def as_text(value: Any) -> str:

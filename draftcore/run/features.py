@@ -19,6 +19,7 @@ from draftcore.contracts.store import DurableStore, FeatureStore
 from draftcore.data.plan import Plan
 from draftcore.data.samples import StoredSamples
 from draftcore.errors import UsageError
+from draftcore.phases import ended
 from draftcore.run import Role, Run, differences
 
 
@@ -45,10 +46,9 @@ def requested_features(run: Run) -> FeatureRequest:
     """Return all that any draft of a run asks for. Raises UsageError for what no capture gives."""
     requests = [draft.request() for draft in run.drafts]
     if len(dtypes := {request.dtype for request in requests}) > 1:
-        raise UsageError(
-            f"the drafts of this run ask for features of {' and '.join(sorted(dtypes))}\n"
-            "  set capture.dtype to one type for all"
-        )
+        problem = f"the drafts of this run ask for features of {' and '.join(sorted(dtypes))}"
+        remedy = "set capture.dtype to one type for all"
+        raise UsageError(f"{problem}\n  {remedy}")
     for draft, request in zip(run.drafts, requests, strict=True):
         extras = (name for name in ("topk", "embeddings") if getattr(request, name))
         if lacking := [name for name in extras if name not in run.capture.capabilities]:
@@ -75,7 +75,9 @@ def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Feature
     if features.keeps:
         features.manifest = cast(DurableStore, features.store).read_manifest()
     require_usable_store(run, role, features)
+    ended("checks")
     features.provenance = run.provenance(request)  # it may read all weights
+    ended("digest")
     if features.manifest is None:
         return features
     stored = FeatureRequest.from_json(features.manifest["request"])
@@ -100,15 +102,13 @@ def require_usable_store(run: Run, role: str, features: Features) -> None:
     """Refuse a store or a capture that the processes of this run cannot share."""
     store, capture, ranks = run.config.store, run.config.capture.name, run.ranks.size
     if role == "capture" and not features.keeps:
-        raise UsageError(
-            f"capture keeps features for a later training run, and store={store} does not\n"
-            "  set store=file:FOLDER"
-        )
+        problem = f"capture keeps features for a later training run, and store={store} does not"
+        remedy = "set store=file:FOLDER"
+        raise UsageError(f"{problem}\n  {remedy}")
     if role == "both" and features.store is not None and not features.keeps:
-        raise UsageError(
-            f"this run captures for itself, and the store {store!r} keeps nothing\n"
-            "  leave store out, set store=file:FOLDER, or capture elsewhere: topology.producers"
-        )
+        problem = f"this run captures for itself, and the store {store!r} keeps nothing"
+        remedy = "leave store out, set store=file:FOLDER, or capture elsewhere: topology.producers"
+        raise UsageError(f"{problem}\n  {remedy}")
     if role == "trainer" and features.binding and "shared" not in features.binding.capabilities:
         raise UsageError(
             f"this run has several processes, and the store {store!r} is reached by one only\n"
@@ -134,10 +134,9 @@ def open_samples(run: Run, features: Features) -> Samples:
     manifest, ranks, store = features.manifest, run.ranks, run.config.store
     if run.data.train is None:
         if manifest is None or not features.complete:
-            raise UsageError(
-                f"data.train is not set and the store {store!r} holds no complete capture\n"
-                "  set data.train, or point store at a folder that `draftcore capture` finished"
-            )
+            problem = f"data.train is not set and the store {store!r} holds no complete capture"
+            remedy = "set data.train, or point store at a folder that `draftcore capture` finished"
+            raise UsageError(f"{problem}\n  {remedy}")
         return StoredSamples(manifest)
     date = str(manifest["summary"].get("date", "")) if manifest is not None else ""
     with ranks.raise_on_all():
@@ -147,15 +146,13 @@ def open_samples(run: Run, features: Features) -> Samples:
     samples = samples or run.data.samples("train", first.date)
     with ranks.raise_on_all():
         if samples.summary.fingerprint != first.fingerprint:
-            raise UsageError(
-                f"rank {ranks.rank} has other data in {run.data.train} than rank 0\n"
-                "  give every rank the same file"
-            )
+            problem = f"rank {ranks.rank} has other data in {run.data.train} than rank 0"
+            remedy = "give every rank the same file"
+            raise UsageError(f"{problem}\n  {remedy}")
     if manifest is not None and manifest["fingerprint"] != samples.summary.fingerprint:
-        raise UsageError(
-            f"the store {store!r} holds features of other data than {run.data.train}\n"
-            "  use another store folder, or delete this one to capture again"
-        )
+        problem = f"the store {store!r} holds features of other data than {run.data.train}"
+        remedy = "use another store folder, or delete this one to capture again"
+        raise UsageError(f"{problem}\n  {remedy}")
     return samples
 
 

@@ -28,6 +28,7 @@ from draftcore.features.checks import ref_error
 from draftcore.features.loader import Captured, Loader, open_refs, stored
 from draftcore.files import hold, write_sealed
 from draftcore.listing import from_here
+from draftcore.phases import ended
 from draftcore.plugins import catalog
 from draftcore.progress import in_words
 from draftcore.run import DraftRun, Role, Run, changes, differences
@@ -52,6 +53,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # Batches differ in size, and memory freed by one has to serve the next whatever its size.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    ended("imports")
     ranks = run.ranks
     with ExitStack() as stack:
         with ranks.raise_on_all():
@@ -69,6 +71,7 @@ def train(run: Run, role: Role = "both", say: Callable[[str], None] = print) -> 
         with ranks.raise_on_all():
             elsewhere = stack.enter_context(source.open(parts.needed())) if source else None
             batches = elsewhere or open_batches(parts, stack)
+        ended("load")
         ahead = parts.prefetch if parts.features.store else 0
         loader = Loader(batches, ahead=ahead, device=trainers[0].device, stop=stop)
         stack.callback(loader.close)
@@ -128,10 +131,8 @@ def say_end(
             continue  # as it began
         stop, samples = stopped.get(draft.label), plan.rows_before(trainer.step)
         outcome = "complete" if reason == "stopped" and stop is None else reason
-        say(
-            f"{draft.prefix}{outcome}: step {trainer.step} of {plan.total_steps}, "
-            f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
-        )
+        made = f"{plural(samples, 'sample')}, checkpoints in {trainer.checkpoints}"
+        say(f"{draft.prefix}{outcome}: step {trainer.step} of {plan.total_steps}, {made}")
         if named := best(trainer.checkpoints):
             say(f"{draft.prefix}best: {named['step']}, held-out {in_words(named)}")
         if stop is not None:
@@ -223,10 +224,13 @@ def trainer_parts(run: Run, role: Role) -> TrainerParts:
                 require_same_run(last, draft, features, plan)
     if held_out is not None:
         held_out.read(samples.summary.date)  # before what takes hours
+    ended("data")
     if role == "both" and features.keeps and not features.complete:
         first = min((checkpoint.state["step"] for checkpoint in resumed), default=0)
         fill_store(run, features, samples, plan, skipped, plan.uses(first))
+        ended("capture")
     open_trainers(parts, checkpoints, held_out)
+    ended("draft")
     return parts
 
 
@@ -240,10 +244,9 @@ def batches_per_step(run: Run, resumed: Sequence[Checkpoint]) -> int:
             f"{setting}\n  undo the change, or set another run folder to start anew"
         )
     if ranks > accumulate:
-        raise UsageError(
-            f"a step has {plural(accumulate, 'batch')}, and {ranks} ranks share it\n"
-            "  start at most as many ranks, or a new run with a higher train.accumulate"
-        )
+        problem = f"a step has {plural(accumulate, 'batch')}, and {ranks} ranks share it"
+        remedy = "start at most as many ranks, or a new run with a higher train.accumulate"
+        raise UsageError(f"{problem}\n  {remedy}")
     return accumulate
 
 

@@ -87,9 +87,8 @@ class Checkpoint:
                     value = value.to(weight.device)
                 optimizer.state[weight][key] = shard_like(weight, value)
         tail = f".{ranks.rank}" if ranks.rank else ""
-        return {
-            name: saved[name + tail] for name in ("rng.cpu", "rng.cuda") if name + tail in saved
-        }
+        names = [name for name in ("rng.cpu", "rng.cuda") if name + tail in saved]
+        return {name: saved[name + tail] for name in names}
 
     def _read(self, name: str, ranks: Ranks) -> Tensors:
         """Read a file on rank 0, and give its tensors to all."""
@@ -132,10 +131,9 @@ def save(
         sync(root)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise DraftcoreError(
-            f"cannot write checkpoint {folder}: {error}\n"
-            "  earlier checkpoints are intact; free space and run the same command to go on"
-        ) from None
+        problem = f"cannot write checkpoint {folder}: {error}"
+        remedy = "earlier checkpoints are intact; free space and run the same command to go on"
+        raise DraftcoreError(f"{problem}\n  {remedy}") from None
     spared = best(root).get("step")
     for old in sorted(root.glob(f"{STEPS}/{MARK}"))[:-keep]:
         if old.parent.name != spared:
@@ -244,19 +242,17 @@ def _require_whole(file: Path) -> Mapping[str, str]:
     try:
         manifest = json.loads(regular(damaged).read_text())
         if (found := manifest["format"]) != FORMAT:
-            raise UsageError(
-                f"{damaged} has the format {found}, and this draftcore reads {FORMAT}\n"
-                "  go on with the version that wrote it, or set another run folder to start anew"
-            )
+            problem = f"{damaged} has the format {found}, and this draftcore reads {FORMAT}"
+            remedy = "go on with the version that wrote it, or set another run folder to start anew"
+            raise UsageError(f"{problem}\n  {remedy}")
         expected, damaged = manifest["files"].get(file.name), file
         if expected != digest(file):
             raise ValueError(f"its digest is not that in {MARK}")
         return cast(Mapping[str, str], manifest["files"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DraftcoreError(
-            f"cannot read {damaged}: {error}\n"
-            "  the file is damaged; delete its folder to go on from the checkpoint before"
-        ) from None
+        problem = f"cannot read {damaged}: {error}"
+        remedy = "the file is damaged; delete its folder to go on from the checkpoint before"
+        raise DraftcoreError(f"{problem}\n  {remedy}") from None
 
 
 # ---------------------------------------------------------------- plugins that took part

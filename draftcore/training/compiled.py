@@ -12,6 +12,7 @@ from torch import nn
 MIN_STEPS_TO_COMPILE = 1000
 # Of one forward, before torch would run it uncompiled: several drafts share its code.
 MAX_VERSIONS = 64
+AUTOCAST = [f"torch.amp.autocast_mode._{verb}_autocast" for verb in ("enter", "exit")]
 
 
 class Compiled:
@@ -22,6 +23,10 @@ class Compiled:
         torch._dynamo.config.recompile_limit = MAX_VERSIONS
         # Else it compiles twice, to find out that eps is no input.
         torch._dynamo.config.specialize_float = True
+        # Else each start compiles anew what has autograd functions or autocast in it, which the key of
+        # torch's cache holds whole: their graphs and their settings (pytorch 149751 and 191363).
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(AUTOCAST, "")
         module.forward = torch.compile(module.forward, dynamic=True, backend=self._compile)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
@@ -38,10 +43,7 @@ class Compiled:
         if cause is None or "forward" not in vars(self.module):
             return False
         del self.module.forward
-        lines = str(cause).strip().splitlines()
-        print(
-            f"warning: torch.compile failed: {lines[0] if lines else type(cause).__name__}\n"
-            "  the draft trains without it; train.compile=off says nothing",
-            file=sys.stderr,
-        )
+        problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        remedy = "the draft trains without it; train.compile=off says nothing"
+        print(f"warning: torch.compile failed: {problem}\n  {remedy}", file=sys.stderr)
         return True

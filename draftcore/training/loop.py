@@ -37,6 +37,7 @@ from draftcore.data.plan import Plan
 from draftcore.data.skipped import Skipped
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import STEPS
+from draftcore.phases import first_step
 from draftcore.progress import Progress, in_words
 from draftcore.tensors import all_finite, largest_magnitude
 from draftcore.training import checkpoint
@@ -127,6 +128,7 @@ def train(
                 done += 1
                 timing = {"fetch_seconds": waited, "seconds": time.perf_counter() - began}
                 timing["tokens"] = sum(int(plan.lengths[list(b.rows)].sum()) for b in step)
+                timing |= first_step(progress.tell)
         drafts.save()  # the last step
     return drafts.reason(done), drafts.failed, drafts.stopped
 
@@ -386,8 +388,7 @@ class Trainer:
             if self.compiled is None or not self.compiled.give_up(error):
                 raise
             return self.forward_backward(samples, last=last)
-        detached = [(numerator.detach(), denominator, 1) for numerator, denominator in terms]
-        return dataclasses.replace(output, terms=detached)
+        return dataclasses.replace(output, terms=[(top.detach(), below, 1) for top, below in terms])
 
     def update(self, terms: int) -> None:
         """Take the step on the device; on some rank the loss has so many terms, if it has several.

@@ -89,7 +89,6 @@ class MetricsLog:
             with open(self.file, "a", opener=no_link) as stream:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise DraftcoreError(
-                f"cannot write {self.file}: {error}\n"
-                "  checkpoints are intact; free space and run the same command to go on"
-            ) from None
+            problem = f"cannot write {self.file}: {error}"
+            remedy = "checkpoints are intact; free space and run the same command to go on"
+            raise DraftcoreError(f"{problem}\n  {remedy}") from None

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from draftcore_file.store import FileStore
-from draftcore_hf.capture import LocalCapture
-from draftcore_hf.target import TransformersTarget
 
-from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch, FeatureRequest
+from draftcore.contracts.capture import BadRows, CaptureBatch, CapturedBatch
 from draftcore.contracts.run import Loaded, RunEnded
 from draftcore.contracts.store import SampleRef, StoreError
 from draftcore.data.plan import Plan
@@ -61,19 +59,8 @@ def test_a_capture_and_a_store_give_the_same_samples_to_the_bit(
     assert not bad or "row 5" in world.skipped[5]
     require_equal(read(world.stored()), wanted)
     assert set(world.skipped) == {*skipped, *bad}
-
-
-def test_so_do_they_with_a_real_target(tmp_path: Path, target_folder: Path) -> None:
-    """Padding and batch size change its last bits; the plan's batches do not differ."""
-    world = World(tmp_path, rows=7, batch=3, accumulate=1, epochs=1)
-    target = TransformersTarget(str(target_folder), device="cpu")
-    request = world.request = FeatureRequest((1, 3), True, "float32", topk=5, embeddings=True)
-    world.width, world.capture = 48, lambda: LocalCapture(target, request)
-    wanted = read(world.captured())
-    assert set(wanted[0][6]) == set(request.names)
-    require_equal(read(world.stored()), wanted)
     for ref in world.store.lookup(world.samples.feature_ids).values():
-        assert ref.nbytes == ref.tokens * (request.token_bytes(48) + TEXT_BYTES)
+        assert ref.nbytes == ref.tokens * (world.request.token_bytes(WIDTH) + TEXT_BYTES)
 
 
 def test_too_many_bad_rows_end_the_iteration_with_their_names(world: World) -> None:

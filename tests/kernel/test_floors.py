@@ -27,7 +27,7 @@ CORE = ROOT / "draftcore"
 # From the ground up. A module imports lower floors and its own room (module or package) only.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", ""),  # and the package itself: its two markers
-    ("uris", "files", "stopping", "progress", "tensors"),
+    ("uris", "files", "stopping", "phases", "progress", "tensors"),
     ("contracts", "options"),
     ("plugins",),
     ("config",),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,10 @@ def test_a_run_without_a_terminal_prints_lines_as_it_goes(trained: Project) -> N
     assert "tokens/s" in output
     assert "step 3: held-out mean loss " in output
     assert "  acceptance length " in output
-    first, *_ = trained.lines()
+    (told,) = re.findall(r"^first step after [\d.]+ s: (.*)", output, re.MULTILINE)
+    first, *later = trained.lines()
+    assert {f"start_{part.split()[0]}" for part in told.split(", ")} <= first.keys()
+    assert not any("start_step" in line for line in later)
     assert {"time", "epoch", "tokens", "tokens_per_second", "seconds"} <= first.keys()
     assert first["tokens_per_second"] == pytest.approx(first["tokens"] / first["seconds"])
 

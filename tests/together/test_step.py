@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_from_few_graphs(
     assert ours == pytest.approx(theirs, rel=5e-3)
     lines = map(json.loads, (compiled.run / "metrics.jsonl").read_text().splitlines())
     assert {line["compilations"] for line in lines if "loss" in line} <= {1, 2, 3}  # of 7 lengths
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.cli("train", "train.compile=on", *given, f"run={tmp_path}/again")
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"], "kept"
+    assert (
+        replace(compiled, config={**compiled.config, "run": f"{tmp_path}/again"}).losses() == ours
+    )
 
 
 def test_a_compiler_that_fails_leaves_a_warning_and_an_eager_run(

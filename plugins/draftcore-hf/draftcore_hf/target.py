@@ -53,6 +53,7 @@ CACHE_LAYERS += ["LinearAttentionAndFullAttention"]
 HUB_ID = r"[^./~][^/]*(/[^/]+)?"
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
 SLOW_DIGEST_BYTES = 1 << 28  # a file of more takes so long to read that a line says so
+DIGESTS_AT_A_TIME = 8  # a processor digests 2 GB/s at most, and a disk or memory reads more
 LOGITS_AT_A_TIME = 1 << 24  # each takes some 20 bytes until the largest are found
 
 
@@ -155,7 +156,8 @@ class TransformersTarget:
         """
         if not self._fingerprint:
             files = [str(fetch(self, "config.json")), *sorted({*self.weight_files().values()})]
-            parts = [file_digest(Path(file)) for file in files]
+            with ThreadPoolExecutor(DIGESTS_AT_A_TIME) as pool:  # they leave the interpreter's lock
+                parts = [*pool.map(file_digest, map(Path, files))]
             parts.append(self.load_tokenizer().backend_tokenizer.to_str())
             text = json.dumps(parts).encode()
             self._fingerprint = hashlib.blake2b(text, digest_size=12).hexdigest()
@@ -310,7 +312,7 @@ def digested_beside(files: Iterable[str]) -> Iterator[None]:
     Raises ValueError where one is not what its name says.
     """
     blobs = [real for real in {Path(file).resolve() for file in files} if is_blob(real)]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(DIGESTS_AT_A_TIME) as pool:
         digests = [pool.submit(read_digest, real) for real in blobs]
         yield
     for real, digest in zip(blobs, digests, strict=True):
