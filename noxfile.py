@@ -58,6 +58,7 @@ SGLANG = ROOT / "plugins" / "draftcore-sglang"
 PROJECTS = [ROOT, *(ROOT / "plugins" / name for name in PLUGINS)]
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/plugins/*/pyproject.toml"))
 UNMARKED = "not gpu and not long and not sglang"
+WAITING = ("-o", "DPkg::Lock::Timeout=300")  # for an apt-get that somebody else runs
 BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # keep it, whatever this machine's habit is
 IMPORTED = "pytest, torch, torch.distributed, transformers.models.qwen3.modeling_qwen3"
 GROUPS = ("lint", "typing", "test", "release")
@@ -273,11 +274,12 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
     """Install the system libraries that a dist's dependencies link but do not bring along."""
     wanted = nox.project.load_toml(project / "pyproject.toml").get("tool", {}).get("draftcore", {})
     for package in wanted.get("debian-packages", []):
-        state = ("dpkg-query", "-W", "-f", "${Status}", package)
-        found = session.run(*state, silent=True, success_codes=[0, 1])
-        if "ok installed" not in str(found):
-            session.run_install("apt-get", "-qq", "update")
-            session.run_install("apt-get", "-qq", "install", "-y", package)
+        with locked(ROOT / ".nox" / "debian"):  # sessions run side by side, and apt waits for nobody
+            state = ("dpkg-query", "-W", "-f", "${Status}", package)
+            found = session.run(*state, silent=True, success_codes=[0, 1])
+            if "ok installed" not in str(found):
+                session.run_install("apt-get", "-qq", "update")
+                session.run_install("apt-get", "-qq", *WAITING, "install", "-y", package)
 
 
 def all_dists(session: nox.Session) -> str:
