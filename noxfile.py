@@ -274,7 +274,8 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
     """Install the system libraries that a dist's dependencies link but do not bring along."""
     wanted = nox.project.load_toml(project / "pyproject.toml").get("tool", {}).get("draftcore", {})
     for package in wanted.get("debian-packages", []):
-        with locked(ROOT / ".nox" / "debian"):  # sessions run side by side, and apt waits for nobody
+        # Sessions run side by side, and apt-get update waits for nobody.
+        with locked(ROOT / ".nox" / "debian"):
             state = ("dpkg-query", "-W", "-f", "${Status}", package)
             found = session.run(*state, silent=True, success_codes=[0, 1])
             if "ok installed" not in str(found):
