@@ -652,7 +652,7 @@ def docs(session: nox.Session) -> None:
     python = str(packages(session, "docs", " ".join(group)) / "bin" / "python")
     sources = map(str, (describe_dists(Path(session.create_tmp()).resolve()), *PROJECTS))
     env = {"PYTHONPATH": os.pathsep.join(sources), "NO_MKDOCS_2_WARNING": "1"}
-    session.run(python, "-m", "mkdocs", "build", "--strict", "--quiet", env=env)
+    session.run(python, "-m", "mkdocs", "build", "--strict", env=env)  # quiet, it counts no warning
     if "--no-browser" not in session.posargs:
         session.run(python, "docs/site/look.py", ".nox/site", ".nox/shots")
 

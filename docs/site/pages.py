@@ -38,6 +38,14 @@ API = (  # docs/compatibility.md calls these public
 CONTRACTS = sorted((ROOT / "draftcore" / "contracts").glob("[a-z]*.py"))
 
 
+def on_config(config: Any) -> Any:
+    """Add each dist's README to the part of the navigation that is called Reference."""
+    reference = next(part["Reference"] for part in config["nav"] if "Reference" in part)
+    pages = [page for page in sources().values() if page.startswith("dists/")]
+    reference.append({"READMEs": [{page[len("dists/") : -len(".md")]: page} for page in pages]})
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that lie elsewhere or are made of the code."""
     for source, page in sources().items():
