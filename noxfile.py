@@ -406,6 +406,7 @@ def typing(session: nox.Session) -> None:
     session.run(python, "-c", program, str(written), env={"PYTHONPATH": sources})
     folders = [str(path / path.name.replace("-", "_")) for path in (*PROJECTS[1:], *EXAMPLES)]
     folders += map(str, [*ROOT.glob("examples/plugins/*.py"), *written.glob("*/draftcore_my_*")])
+    folders.append("docs/site")
     tests = [*ROOT.glob("plugins/*/tests"), SGLANG / "tests" / "platform"]
     folders += map(str, tests[:-1])
     for path in ROOT.glob("plugins/*/tests/conftest.py"):  # mypy takes no two modules of one name
@@ -639,6 +640,21 @@ def quickstart(session: nox.Session) -> None:
     """Capture, train, evaluate, export and serve on this machine's CPU; prints the run's folder."""
     command = (with_llamacpp(session), "examples/quickstart/quickstart.py", QUICKSTART)
     session.run(*command, *session.posargs)
+
+
+@job()
+def docs(session: nox.Session) -> None:
+    """Build the docs site into .nox/site, warnings being errors, and look at three pages in a browser.
+
+    The browser is Debian's `chromium`; `-- --no-browser` does without. Screenshots lie in .nox/shots.
+    """
+    group = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]["docs"]
+    python = str(packages(session, "docs", " ".join(group)) / "bin" / "python")
+    sources = map(str, (describe_dists(Path(session.create_tmp()).resolve()), *PROJECTS))
+    env = {"PYTHONPATH": os.pathsep.join(sources), "NO_MKDOCS_2_WARNING": "1"}
+    session.run(python, "-m", "mkdocs", "build", "--strict", env=env)  # quiet, it counts no warning
+    if "--no-browser" not in session.posargs:
+        session.run(python, "docs/site/look.py", ".nox/site", ".nox/shots")
 
 
 @job(requires=["wheels"])

@@ -155,7 +155,7 @@ def open_run(
 
     settings = config if isinstance(config, RunConfig) else load_config(config, overrides)
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
-    # cores (docs/performance.md, 2026-11-21); read once, when torch loads libgomp.
+    # cores (docs/log.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with suppress(AttributeError, TypeError):  # where there is glibc
         # Else it gives tensors' memory back, and a tenth of a CPU's step goes for new pages.

@@ -70,10 +70,8 @@ YAML = [
 @pytest.mark.parametrize(("name", "text"), YAML, ids=[name for name, _ in YAML])
 def test_every_yaml_is_a_whole_run_with_options_that_its_plugins_take(name: str, text: str) -> None:
     config, registry = RunConfig.model_validate(yaml.safe_load(text)), load_plugins()
-    sections: dict[Kind, Selection] = {
-        "target": config.target, "samples": config.data, "evaluation": config.eval,
-    }  # fmt: skip
-    for kind, section in sections.items():
+    sections: list[tuple[Kind, Selection]] = [("target", config.target), ("samples", config.data)]
+    for kind, section in [*sections, ("evaluation", config.eval)]:
         if section.name not in INVENTED:
             bind(registry, kind, section.name, section.options)
     chosen: list[tuple[Kind, Choice | None]] = [
@@ -116,10 +114,8 @@ def test_extras_requirements_and_pages_list_every_dist() -> None:
     for dist, marker in (everything := folders("standard.txt") | folders("all.txt")).items():
         assert marked[f"{dist}=={project['version']}"] == marker
     assert set(everything) == set(READMES)
-    for page in ("README.md", "CONTRIBUTING.md"):
+    for page in ("docs/dists.md", "CONTRIBUTING.md"):
         assert set(READMES) <= set(re.findall(r"`(draftcore-\w+)`", TEXT[ROOT / page])), page
-    for dist in READMES:
-        assert dist in TEXT[ROOT / "README.md"].partition("| `draftcore` |")[2]
 
 
 SHOWN = [text for page in DOCS if page.name != OWN_TEST for text in blocks(page, "console")]
@@ -145,6 +141,16 @@ def test_sessions_verbs_and_files_that_are_named_exist() -> None:
             assert f"  {verb} " in verbs, (page, verb)
         for file in FILE.findall(text):
             assert any((root / file).exists() for root in (page.parent, *PROJECTS)), (page, file)
+
+
+def test_readme_is_two_screens_and_every_page_opens_with_what_its_reader_can_do_then() -> None:
+    """The docs site lists each; `nox -s docs` builds it."""
+    assert TEXT[ROOT / "README.md"].count("\n") <= 150
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        opening = TEXT[page].split("\n\n")[1].replace("\n", " ")
+        assert re.match(r"After this page you (can|have|know)\b", opening), page.name
+        assert f": {page.name}\n" in listed
 
 
 @pytest.mark.parametrize("name", READMES)

@@ -438,7 +438,7 @@ class TransformersModel:
         self, tokens_BT: Tensor, lengths_B: Tensor, request: FeatureRequest
     ) -> dict[str, Tensor]:
         # Rows are padded on the right and attention is causal, so no token sees padding. A mask would
-        # say so again, and attention with one takes 7 times as long (docs/performance.md, 2026-11-23).
+        # say so again, and attention with one takes 7 times as long (docs/log.md, 2026-11-23).
         taken = self.run(request, input_ids=tokens_BT.to(self.device), use_cache=False)
         return request.select(taken)
 
