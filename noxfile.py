@@ -63,6 +63,7 @@ IMPORTED = "pytest, torch, torch.distributed, transformers.models.qwen3.modeling
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 CHANGELOG = ROOT / "CHANGELOG.md"
+LLMS = ROOT / "docs" / "llms.txt"
 TIMES = ROOT / ".nox" / "times"
 PASSED = ROOT / "tests" / "passed"  # a file per engine
 RANDOM = "test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments"
@@ -383,10 +384,35 @@ def tests(session: nox.Session) -> None:
 
 @job()
 def lint(session: nox.Session) -> None:
-    """ruff check and ruff format --check over the repository."""
+    """ruff check and ruff format --check over the repository; docs/llms.txt is of these pages."""
     python = base_python(session)
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
+    if LLMS.read_text() != first_sentences():
+        session.error("a page has another first sentence than docs/llms.txt says: nox -s llms")
+
+
+@job()
+def llms(session: nox.Session) -> None:
+    """Write docs/llms.txt, which lists the pages for a language model."""
+    LLMS.write_text(first_sentences())
+
+
+def first_sentences() -> str:
+    """Return the title of each page, where it is, and its first sentence."""
+    about = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["description"]
+    text = f"# draftcore\n\n> {about}.\n"
+    pages = [ROOT / "README.md", *sorted(LLMS.parent.rglob("*.md"))]
+    plugins = [ROOT / "plugins" / name / "README.md" for name in PLUGINS]
+    for part, files in (("Docs", pages), ("Plugins", plugins)):
+        text += f"\n## {part}\n\n"
+        for page in files:
+            title, first, *_ = page.read_text().split("\n\n")
+            words = " ".join(re.sub(r"^- |\*\*", "", first).split())
+            sentence = re.split(r"(?<=[.!?]) ", words)[0]
+            place = os.path.relpath(page, LLMS.parent)
+            text += f"- [{title.removeprefix('# ')}]({place}): {sentence}\n"
+    return text
 
 
 @job()
@@ -728,8 +754,8 @@ def floors(session: nox.Session) -> None:
     wanted.write_text("\n".join(requirements()))
     lowest = wanted.with_name("lowest.txt")
     uv = str(packages(session, "uv", "uv>=0.9") / "bin" / "uv")
-    options = ("--resolution", "lowest-direct", "--python", sys.executable, "--no-header", "-q")
-    session.run(uv, "pip", "compile", *options, "-o", str(lowest), str(wanted))
+    options = ("--resolution", "lowest-direct", "--python", sys.executable, "-o", str(lowest))
+    session.run(uv, "pip", "compile", "-q", "--no-header", "--no-annotate", *options, str(wanted))
     if session.posargs == ["--dry-run"]:
         return session.log(lowest.read_text())
     pins = hashlib.sha256(lowest.read_bytes()).hexdigest()[:8]

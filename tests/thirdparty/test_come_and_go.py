@@ -14,6 +14,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -117,9 +118,7 @@ class Environment:
         listed = json.loads(self.draftcore("list-plugins", "--json"))["plugins"]
         return {p["name"]: {key: p[key] for key in p if key != "import_ms"} for p in listed}
 
-    def run(
-        self, program: str, *arguments: str, status: int = 0
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, program: str, *arguments: str, status: int = 0) -> CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         command = [str(self.folder / "bin" / program)]
         if program == "draftcore" and arguments[0] in HEAVY:
@@ -142,9 +141,8 @@ def new_environment(tmp_path: Path) -> Callable[..., Environment]:
 
 @pytest.fixture
 def new_run(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Callable[..., Run]:
-    return lambda name, **options: Run(
-        tmp_path_factory.mktemp(name), target_folder, name, **options
-    )
+    new = tmp_path_factory.mktemp
+    return lambda name, **options: Run(new(name), target_folder, name, **options)
 
 
 def same_bits(one: Run, other: Run) -> bool:
@@ -231,7 +229,6 @@ def test_an_algorithm_of_others_lives_its_whole_life_and_goes_on_in_the_next_ver
     newer = {**MEDUSA, "version": "0.2.0", "origin": f"editable: {project}"}
     assert run.manifest(4, "medusa") == newer
     assert run.manifest(4, "hf")["version"] == "0.1.1"
-
     # The next minor version may have taken away what a plugin of 0.1 calls: it is named, and left alone.
     here.renumber("0.2.0", "draftcore", *STANDARD)
     states = {name: plugin["state"] for name, plugin in here.plugins().items()}
