@@ -63,6 +63,8 @@ BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # keep it, whatever this machine's h
 IMPORTED = "pytest, torch, torch.distributed, transformers.models.qwen3.modeling_qwen3"
 GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
+CHANGELOG = ROOT / "CHANGELOG.md"
+LLMS = ROOT / "docs" / "llms.txt"
 TIMES = ROOT / ".nox" / "times"
 PASSED = ROOT / "tests" / "passed"  # a file per engine
 RANDOM = "test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments"
@@ -273,7 +275,7 @@ def build(session: nox.Session, out: Path, projects: Sequence[Path] = PROJECTS) 
 def install_debian_packages(session: nox.Session, project: Path) -> None:
     """Install the system libraries that a dist's dependencies link but do not bring along."""
     wanted = nox.project.load_toml(project / "pyproject.toml").get("tool", {}).get("draftcore", {})
-    for package in wanted.get("debian-packages", []):
+    for package in wanted.get("debian-packages", []) if shutil.which("dpkg-query") else ():
         # Sessions run side by side, and apt-get update waits for nobody.
         with locked(ROOT / ".nox" / "debian"):
             state = ("dpkg-query", "-W", "-f", "${Status}", package)
@@ -385,10 +387,35 @@ def tests(session: nox.Session) -> None:
 
 @job()
 def lint(session: nox.Session) -> None:
-    """ruff check and ruff format --check over the repository."""
+    """ruff check and ruff format --check over the repository; docs/llms.txt is of these pages."""
     python = base_python(session)
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
+    if LLMS.read_text() != first_sentences():
+        session.error("a page has another first sentence than docs/llms.txt says: nox -s llms")
+
+
+@job()
+def llms(session: nox.Session) -> None:
+    """Write docs/llms.txt, which lists the pages for a language model."""
+    LLMS.write_text(first_sentences())
+
+
+def first_sentences() -> str:
+    """Return the title of each page, where it is, and its first sentence."""
+    about = nox.project.load_toml(ROOT / "pyproject.toml")["project"]["description"]
+    text = f"# draftcore\n\n> {about}.\n"
+    pages = [ROOT / "README.md", *sorted(LLMS.parent.rglob("*.md"))]
+    plugins = [ROOT / "plugins" / name / "README.md" for name in PLUGINS]
+    for part, files in (("Docs", pages), ("Plugins", plugins)):
+        text += f"\n## {part}\n\n"
+        for page in files:
+            title, first, *_ = page.read_text().split("\n\n")
+            words = " ".join(re.sub(r"^- |\*\*", "", first).split())
+            sentence = re.split(r"(?<=[.!?]) ", words)[0]
+            place = os.path.relpath(page, LLMS.parent)
+            text += f"- [{title.removeprefix('# ')}]({place}): {sentence}\n"
+    return text
 
 
 @job()
@@ -662,7 +689,13 @@ def release(session: nox.Session) -> None:
     """What is to be published: the same bytes when built again, installed by name, and used.
 
     `dist` is the index, and the base environment has everybody else's packages: no network is needed.
+    `-- v0.1.0` refuses another version than that of this tag, and one that the changelog does not date.
     """
+    for tag in session.posargs:
+        if tag != f"v{one_version(session)}":
+            session.error(f"the tag is {tag}, and the dists are {one_version(session)}")
+        if not re.search(rf"^## {tag[1:]} \(\d{{4}}-\d\d-\d\d\)$", CHANGELOG.read_text(), re.M):
+            session.error(f"CHANGELOG.md has no line `## {tag[1:]} (YEAR-MONTH-DAY)`")
     again = Path(session.create_tmp()).resolve() / "again"
     build(session, again)
     differ = filecmp.cmpfiles(DIST, again, os.listdir(DIST), shallow=False)[1:]
@@ -695,6 +728,61 @@ def release(session: nox.Session) -> None:
         session.error("that names no line to install what is missing")
     session.run_install(*pip(python), *index, *line[2:])
     session.run(python, "examples/quickstart/quickstart.py", *domino)
+
+
+def one_version(session: nox.Session) -> str:
+    """Return the version that every dist has; an error where they differ."""
+    projects = [nox.project.load_toml(path / "pyproject.toml")["project"] for path in PROJECTS]
+    versions = {project["name"]: str(project["version"]) for project in projects}
+    if len(set(versions.values())) > 1:
+        session.error(f"dists of several versions: {versions}")
+    return versions["draftcore"]
+
+
+@job()
+def version(session: nox.Session) -> None:
+    """Print the version of all dists; `-- 0.1.1` gives them all, and their pins and bounds, the next."""
+    old = one_version(session)
+    for new in session.posargs:
+        moved = [(rf'^(version(?: =|:) "?){re.escape(old)}\b', rf"\g<1>{new}")]
+        moved += [(rf"(draftcore[\w\[\]-]*==){re.escape(old)}\b", rf"\g<1>{new}")]
+        moved += [(rf"(draftcore[\w-]*){re.escape(bounds(old))}", rf"\g<1>{bounds(new)}")]
+        ours = [*(path / "pyproject.toml" for path in PROJECTS), ROOT / "CITATION.cff"]
+        theirs = [path / "pyproject.toml" for path in EXAMPLES]  # which have versions of their own
+        for file in (*ours, *theirs):
+            text = file.read_text()
+            for pattern, by in moved if file in ours else moved[1:]:
+                text = re.sub(pattern, by, text, flags=re.MULTILINE)
+            file.write_text(text)
+    session.log(one_version(session))
+
+
+def bounds(version: str) -> str:
+    """Write the minor version of a version as pyproject files bound it."""
+    major, minor = version.split(".")[:2]
+    return f">={major}.{minor},<{major}.{int(minor) + 1}"
+
+
+@job(requires=["wheels"])
+def floors(session: nox.Session) -> None:
+    """The tests with the lowest versions that all dists allow, by hand: its torch is a CUDA build of GB.
+
+    `-- --dry-run` resolves and prints them, and installs nothing.
+    """
+    wanted = Path(session.create_tmp()).resolve() / "wanted.txt"
+    wanted.write_text("\n".join(requirements()))
+    lowest = wanted.with_name("lowest.txt")
+    uv = str(packages(session, "uv", "uv>=0.9") / "bin" / "uv")
+    options = ("--resolution", "lowest-direct", "--python", sys.executable, "-o", str(lowest))
+    session.run(uv, "pip", "compile", "-q", "--no-header", "--no-annotate", *options, str(wanted))
+    if session.posargs == ["--dry-run"]:
+        return session.log(lowest.read_text())
+    pins = hashlib.sha256(lowest.read_bytes()).hexdigest()[:8]
+    installs = f"--no-compile --ignore-installed -r {lowest}"
+    folder = packages(session, f"floors-{pins}", installs)
+    python = environment(session, "all-floors", *PLUGINS, under=(folder,))
+    files = [f"plugins/{name}/tests" for name in PLUGINS]
+    pytest(session, python, *(session.posargs or (*files, "tests", "--ignore=tests/thirdparty")))
 
 
 @job(requires=["wheels"])

@@ -21,9 +21,7 @@ def read(folder: Path) -> tuple[Any, str]:
     return card.data, card.text
 
 
-def test_a_card_says_what_was_measured_of_these_weights_and_names_no_path(
-    trained: Project,
-) -> None:
+def test_a_card_says_what_was_measured_of_these_weights_and_names_no_path(trained: Project) -> None:
     """Before an evaluation, after one, after one of other weights, and after somebody's edit."""
     export, target = trained.run / "export", Path(trained.config["target"]["path"])
     said = trained.cli("export").output

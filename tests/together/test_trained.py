@@ -151,8 +151,5 @@ def test_a_run_that_has_nothing_to_learn_ends_with_its_first_step(
     row = {"input_ids": [30, 31, 32, 33], "loss_mask": [0, 0, 0, 1]}
     (tmp_path / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"))
     said = project.cli("train", ok=False)
-    assert (said.exit_code, "the rows of the first step teach nothing" in said.output) == (
-        1,
-        True,
-    )
+    assert (said.exit_code, "the rows of the first step teach nothing" in said.output) == (1, True)
     assert not list(project.run.glob("checkpoints/step-*"))

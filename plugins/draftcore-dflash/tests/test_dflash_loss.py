@@ -29,12 +29,7 @@ from draftcore_sdk.algorithm_fixtures import (
     accumulate,
     use_exact_frequencies,
 )
-from draftcore_sdk.comparisons import (
-    Heads,
-    require_attention,
-    require_naive,
-    require_same_update,
-)
+from draftcore_sdk.comparisons import Heads, require_attention, require_naive, require_same_update
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 

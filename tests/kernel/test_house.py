@@ -1,0 +1,58 @@
+"""What surrounds the code names what there is: workflows, forms, versions, shell completion."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = {path.stem: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+FORMS = [*ROOT.glob(".github/ISSUE_TEMPLATE/*.yml"), ROOT / ".pre-commit-config.yaml"]
+NOXFILE = (ROOT / "noxfile.py").read_text()
+BY_MAJOR = re.compile(r"actions/[\w-]+@v\d+|pypa/gh-action-pypi-publish@release/v\d+")
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_calls_sessions_that_a_person_calls_and_nothing_of_its_own(name: str) -> None:
+    for job in yaml.safe_load(WORKFLOWS[name].read_text())["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        assert all(BY_MAJOR.fullmatch(step["uses"]) for step in job["steps"] if "run" not in step)
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        assert not runs or runs.pop(0) == "python -m pip install nox"
+        for line in matrix.get("run", []) if runs == ["${{ matrix.run }}"] else runs:
+            subprocess.run(["bash", "-n", "-c", line], check=True)
+            command, _, arguments = line.partition(" -- ")
+            assert command.startswith("nox -s "), line
+            for session in command.split()[2:]:
+                there = rf'^def {session}\(session|^@job\(name="{session}"'
+                assert re.search(there, NOXFILE, re.MULTILINE), session
+            assert all((ROOT / word).exists() for word in arguments.split() if "/" in word), line
+
+
+def test_forms_are_whole_and_versions_are_those_of_the_project() -> None:
+    found = {file.stem: yaml.safe_load(file.read_text()) for file in FORMS}
+    assert found[".pre-commit-config"]["repos"][0]["hooks"][0]["entry"] == "nox -s lint"
+    for form in (found["bug"], found["idea"]):
+        assert len({part["id"] for part in form["body"]}) == len(form["body"])
+        assert {"name", "description"} <= set(form)
+    projects = [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
+    (version,) = {tomllib.loads(file.read_text())["project"]["version"] for file in projects}
+    assert version == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
+    pythons = yaml.safe_load(WORKFLOWS["tests"].read_text())["jobs"]["tests"]["strategy"]["matrix"]
+    project = tomllib.loads(projects[0].read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    assert (named, project["requires-python"]) == (pythons["python"], f">={named[0]}")
+
+
+def test_a_shell_completes_verbs_and_options() -> None:
+    for words, wanted in (("draftcore lis", "list-plugins"), ("draftcore train --dr", "--dry-run")):
+        env = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        env["_DRAFTCORE_COMPLETE"] = "bash_complete"
+        program = "import sys; sys.argv[0] = 'draftcore'; from draftcore.cli import main; main()"
+        answer = subprocess.check_output([sys.executable, "-c", program], env=env, text=True)
+        assert answer == f"plain,{wanted}\n"
