@@ -5,7 +5,7 @@
 `kill` is SIGKILL and `freeze` SIGSTOP, to the process itself, when it comes to a point for the
 n-th time; a file in the folder marks what was done, so a restarted process passes. Points:
 
-    producer  claimed, captured, put (half of the tensors are copied), published (before it is
+    producer  claimed, captured, put (a batch is written, not renamed), published (before it is
               reported), reported
     trainer   handed (a task, before the reply), taken (a report, before the reply), leased, midstep,
               stepped (before the release), written (a checkpoint, not renamed), unmarked (renamed,
@@ -23,7 +23,6 @@ byte. These go on:
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import resource
 import signal
@@ -31,7 +30,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +120,16 @@ def capture(target: TargetSpec) -> Wrapper:
 # ---------------------------------------------------------------- store
 
 
-class HalfPut(dict[str, Any]):
-    """Tensors of a sample, which are asked for twice: to be described, then to be copied."""
+rename = os.rename  # which Path.rename calls
 
-    def __init__(self, tensors: Any) -> None:
-        super().__init__(tensors)
-        self.asked = itertools.count(len(self))
 
-    def __getitem__(self, name: str) -> Any:
-        if next(self.asked) >= len(self):
-            reach("put")
-        return super().__getitem__(name)
+def rename_shard(source: Any, target: Any, **given: Any) -> None:
+    if Path(source).match("shard-*.tmp"):
+        reach("put")
+    rename(source, target, **given)
 
-    def items(self) -> Any:
-        return [(name, super(HalfPut, self).__getitem__(name)) for name in self]
+
+vars(os)["rename"] = rename_shard
 
 
 class Store(Around):
@@ -147,8 +141,7 @@ class Store(Around):
                 return tuple(self.inner.put_many(items))
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        last = replace(items[-1], tensors=HalfPut(items[-1].tensors))
-        refs: tuple[SampleRef, ...] = self.inner.put_many([*items[:-1], last])
+        refs: tuple[SampleRef, ...] = self.inner.put_many(items)
         if now("flip", "published"):
             with self.inner.get(refs[0]) as handle:  # its tensors are views of the shared bytes
                 handle.tensors["last_hidden"].view(-1)[3] += 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 Make = Callable[..., Any]
-PRODUCER = ["claimed@2", "captured@2", "put@3", "published@2", "reported@2"]
+PRODUCER = ["claimed@2", "captured@2", "put@2", "published@2", "reported@2"]
 QUEUE = ["handed@4", "taken@3"]
 TRAINER = ["leased@3", "midstep@5", "stepped@3", "written", "unmarked", "freeing@2", "freed@2"]
 POINTS = [*PRODUCER, *QUEUE, *TRAINER]
