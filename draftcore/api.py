@@ -7,7 +7,6 @@ is heavy is imported inside.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import sys
@@ -157,6 +156,8 @@ def open_run(
     # Spinning OpenMP threads make a step 7 to 20 times slower where another process wants the
     # cores (docs/log.md, 2026-11-21); read once, when torch loads libgomp.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import ctypes
+
     with suppress(AttributeError, TypeError):  # where there is glibc
         # Else it gives tensors' memory back, and a tenth of a CPU's step goes for new pages.
         for option, size in ((-3, 32 << 20), (-1, 1 << 30)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD

@@ -97,9 +97,8 @@ class _Selected(torch.autograd.Function):
             ):
                 logits_rV = hidden_rH @ head_VH.T
                 if label.ndim > 1:
-                    teacher_rV = capped((label @ head_VH.T).to(exact), scale, softcap).log_softmax(
-                        -1
-                    )
+                    teacher_rV = capped((label @ head_VH.T).to(exact), scale, softcap)
+                    teacher_rV = teacher_rV.log_softmax(-1)
                     label_r, unary_r, slope_rV = divergence(logits_rV.to(exact), teacher_rV)
                 else:
                     label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)

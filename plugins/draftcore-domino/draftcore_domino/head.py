@@ -54,10 +54,8 @@ class _Corrected(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         function = _fused if heads.suits(hidden_RH) else _sliced
         with full_precision(hidden_RH.device):
-            up, weights = (
-                up_VE.to(hidden_RH.dtype),
-                ((1 - base_share) * weight_R, base_share * weight_R),
-            )
+            up = up_VE.to(hidden_RH.dtype)
+            weights = (1 - base_share) * weight_R, base_share * weight_R
             by_row, slopes = function(hidden_RH, low_RE, head_VH, up, labels_R, *weights, wanted)
             final_R, base_R, final_best_R, base_best_R = by_row
             mixed_R = (1 - base_share) * final_R + base_share * base_R
@@ -85,10 +83,7 @@ def _sliced(
     for hidden_rH, low_rE, label_r, *weights in in_slices(
         len(head_VH), hidden_RH, low_RE, labels_R, final_weight_R, base_weight_R
     ):
-        label_r1, (final_weight_r1, base_weight_r1) = (
-            label_r[:, None],
-            (w[:, None] for w in weights),
-        )
+        label_r1, final_weight_r1, base_weight_r1 = (x[:, None] for x in (label_r, *weights))
         base_rV = (hidden_rH @ head_VH.T).to(exact)
         final_rV = base_rV + low_rE @ up_VE.T
         best = (final_rV.argmax(-1), base_rV.argmax(-1))

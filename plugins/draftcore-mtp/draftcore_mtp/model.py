@@ -223,10 +223,8 @@ class MtpDraft(TargetVocabulary):
         if self.options.chain == "served":
             outputs = self.unroll(batch, rows)
         else:
-            outputs, steps_K = (
-                self.rerun(batch),
-                torch.arange(len(slots_KM), device=slots_KM.device),
-            )
+            outputs = self.rerun(batch)
+            steps_K = torch.arange(len(slots_KM), device=slots_KM.device)
             slots_KM = (rows.supervised_M - steps_K[:, None]).clamp_min(0)
         taken = [hidden.index_select(0, slots_KM[k]) for k, hidden in enumerate(outputs)]
         return torch.stack(taken), there_KM
@@ -246,11 +244,8 @@ class MtpDraft(TargetVocabulary):
         of_token, hidden = (x.flatten(0, 1) for x in self.inputs(batch, times_BT))
         x = mtp.join(of_token, hidden)
         query, key, value, gate = layer.project(x, cos[rows.time_BT], sin[rows.time_BT])
-        seen, active_N, time_N = (
-            Keys(key, value, length),
-            rows.active_N,
-            rows.time_BT[rows.active_N],
-        )
+        seen, active_N = Keys(key, value, length), rows.active_N
+        time_N = rows.time_BT[active_N]
         x, query, gate = (y.index_select(0, active_N) for y in (x, query, gate))
         for step in range(steps):
             if step > 0:
