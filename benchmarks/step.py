@@ -4,10 +4,10 @@
 
 A case is ALGORITHM:ROWSxTOKENS, for block drafts with anchors per row: `eagle3:1x2048`,
 `dflash:2x768:256`. Random data, bf16 compute over fp32 masters; of the mask `half`, every other run of
-64 tokens is supervised. A line has the median of ten steps by CUDA events, peak memory, what the matrix
-products alone take at the device's measured bf16 rate (the cost model in docs/performance.md), and the
-milliseconds of each family of kernels in one traced step. To put another trainer beside it, time its
-step with `measure`.
+64 tokens is supervised. A line has the median of ten steps by CUDA events, one after another as a trainer
+runs them, peak memory, what the matrix products alone take at the device's measured bf16 rate (the cost
+model in docs/performance.md), and the milliseconds of each family of kernels in one traced step. To put
+another trainer beside it, time its step with `measure`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from draftcore_mtp.algorithm import Mtp
 from draftcore_mtp.config import MtpConfig
 from draftcore_mtp.model import MtpDraft
 from draftcore_mtp.options import MtpOptions
+from draftcore_nn.batches import PaddedBatch
 from draftcore_peagle.algorithm import PEagle
 from draftcore_peagle.config import PEagleConfig
 from draftcore_peagle.model import PEagleDraft
@@ -132,13 +134,14 @@ def random_batch(name: str, rows: int, length: int, mask: str) -> DraftBatch:
     names = [f"hidden.{layer}" for layer in layers if name != "mtp"]
     names += ["last_hidden"] * (name in ("dspark", *AHEAD))
     shape = (rows, length, WIDTH)
-    return DraftBatch(
+    return PaddedBatch(
         ids=tuple(SampleId(str(row), 1) for row in range(rows)),
         token_ids_BT=torch.randint(VOCABULARY, (rows, length), device="cuda"),
         loss_mask_BT=learned.cuda(),
         attention_mask_BT=torch.ones_like(learned).cuda(),
         features={n: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for n in names},
         host_mask_BT=learned,
+        lengths=(length,) * rows,
     )
 
 
@@ -200,16 +203,14 @@ def bf16_rate() -> float:
 
 def measure(step: Callable[[], Any]) -> tuple[float, float]:
     """Return the median milliseconds of ten calls after three, and peak GiB."""
-    times = []
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(14)]
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(13):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+    for mark in marks:
+        mark.record()
         step()
-        ended.record()
-        torch.cuda.synchronize()
-        times.append(began.elapsed_time(ended))
-    return statistics.median(times[3:]), torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.synchronize()
+    times = [began.elapsed_time(ended) for began, ended in pairwise(marks[3:])]
+    return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
 
 
 def families(step: Callable[[], Any], top: int) -> dict[str, float]:
@@ -223,7 +224,7 @@ def families(step: Callable[[], Any], top: int) -> dict[str, float]:
     for event in traced.key_averages():
         kinds = (kind for kind, names in FAMILIES.items() if re.search(names, event.key, re.I))
         found[next(kinds, "others")] += event.self_device_time_total / 1e3
-        found["kernels"] += event.count
+        found["kernels"] += event.count * (event.self_device_time_total > 0)
     return {kind: round(value, 2) for kind, value in found.most_common()}
 
 

@@ -64,10 +64,11 @@ class DominoDraft(Backbone):
         config, device = self.config, batch.token_ids_BT.device
         given = (host_mask(batch), blocks, config.block_size)
         targets = Targets.of(*given, shifted=config.shift_label).to(device)
-        tiles, share = self.tiles(batch, blocks), torch.tensor(base_share, dtype=torch.float64)
-        blocks = blocks.to(device)
+        tiles, blocks = self.tiles(batch, blocks), blocks.to(device)
         states_MSG = self.prefix_states(batch, blocks)
-        output: StepOutput = self(batch, blocks, targets, tiles, states_MSG, share.to(device))
+        # Made there: a copy would wait for the step before.
+        share = torch.full((), base_share, dtype=torch.float64, device=device)
+        output: StepOutput = self(batch, blocks, targets, tiles, states_MSG, share)
         return output
 
     def forward(
