@@ -227,7 +227,7 @@ def _fused_like(
     label_R = labels.new_empty(rows, dtype=torch.long)
     best_RK, score_RK = label_R.new_empty(rows, top_k), query_RE.new_empty(rows, top_k)
     found = [query_RE.new_empty(rows), label_R, best_RK, torch.empty_like(best_RK), score_RK]
-    more = [torch.empty_like(x) for x in (hidden_RH, query_RE, score_RK)]
+    more = [x.new_empty(x.shape) for x in (hidden_RH, query_RE, score_RK)]
     return [*found, *more] if wanted else found
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 SLICE_ELEMENTS = 1 << 28  # of logits that exist together: 512 MiB
 HAS_TRITON = find_spec("triton") is not None
 TILE = 128  # rows that a product with a head computes together
+LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distribution_losses`
 
 
 def suits(x: Tensor) -> bool:
@@ -109,14 +110,13 @@ def _teach_like(
 @torch.library.custom_op("draftcore::compare", mutates_args=())
 def compare(
     hidden_RH: Tensor, low_RE: Tensor | None, up_VE: Tensor | None, head_VH: Tensor,
-    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, shares: Sequence[float],
-    limits: Sequence[float], wanted: bool,
+    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, shares: Sequence[float], wanted: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return what `kernels.compare` says of each row, and the gradients of h, z and U if these are wanted."""
     from draftcore_nn import kernels
 
     found: list[Tensor] = _compare_like(
-        hidden_RH, low_RE, up_VE, head_VH, last_hidden_RH, label_R, weight_R, shares, limits, wanted
+        hidden_RH, low_RE, up_VE, head_VH, last_hidden_RH, label_R, weight_R, shares, wanted
     )
     *by_row, slope_RH, slope_RE, up_grad_VE = found
     parts = slices(len(hidden_RH), 2 * len(head_VH))
@@ -134,7 +134,8 @@ def compare(
         kernels.statistics(teacher_rV, all_R[part], unused_R[part])
         kernels.compare(
             logits_rV, correction[0] if correction else None, teacher_rV, all_R[part],
-            label_R[part], weight_R[part], [x_R[part] for x_R in by_row], shares, limits, wanted,
+            label_R[part], weight_R[part], [x_R[part] for x_R in by_row],
+            (*shares, LK_DECAY, LEAST_OVERLAP), wanted,
         )  # fmt: skip
         if not wanted:
             continue
@@ -148,8 +149,7 @@ def compare(
 @compare.register_fake
 def _compare_like(
     hidden_RH: Tensor, low_RE: Tensor | None, up_VE: Tensor | None, head_VH: Tensor,
-    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, shares: Sequence[float],
-    limits: Sequence[float], wanted: bool,
+    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, shares: Sequence[float], wanted: bool,
 ) -> list[Tensor]:  # fmt: skip
     rows = hidden_RH.shape[0]
     by_row = [*(numbers(rows, hidden_RH) for _ in range(3)), tokens(rows, hidden_RH)]

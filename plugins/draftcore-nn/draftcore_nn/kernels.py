@@ -162,19 +162,20 @@ def _compare(
 def compare(
     logits_RV: Tensor, correction_RV: Tensor | None, teacher_RV: Tensor, taught_R: Tensor,
     label_R: Tensor, weight_R: Tensor, by_row: Sequence[Tensor],
-    shares: Sequence[float], limits: Sequence[float], wanted: bool,
+    numbers: Sequence[float], wanted: bool,
 ) -> None:  # fmt: skip
     """Write cross entropy, KL from the teacher, overlap with it, and the best token of each row.
 
     The teacher's log-sum-exp is given. Over logits goes d (sum of shares * losses) / d logits times the
-    row's weight, if that is wanted; `draftcore_nn.losses.distribution_losses` says of what losses.
+    row's weight, if that is wanted. `numbers` are the shares of `draftcore_nn.losses.LOSSES`, and what two
+    of these losses have in them.
     """
     rows, size = logits_RV.shape
     correction = logits_RV if correction_RV is None else correction_RV
     given = (logits_RV, correction, teacher_RV, taught_R, label_R, weight_R, *by_row, size)
     with torch.cuda.device_of(logits_RV):
         _compare[(rows,)](
-            *given, *shares, *limits, correction_RV is not None, wanted,
+            *given, *numbers, correction_RV is not None, wanted,
             BLOCK=BLOCK // 2, num_warps=WARPS,
         )  # fmt: skip
 

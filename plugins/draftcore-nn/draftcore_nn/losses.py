@@ -26,14 +26,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from draftcore_nn import heads
+from draftcore_nn.heads import LEAST_OVERLAP, LK_DECAY
 from draftcore_nn.layers import cast, full_precision
 
 # Logits exist for this many elements at a time: 256 MiB in fp32.
 LOGIT_ELEMENTS = 1 << 26
 PARTS = 16
-# The losses of `distribution_losses`, and what `lk_lambda` and `lk_alpha` have in them.
-LOSSES = ("ce", "kl", "tv", "lk_alpha", "lk_lambda")
-LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5
+LOSSES = ("ce", "kl", "tv", "lk_alpha", "lk_lambda")  # of `distribution_losses`
 
 
 def padded(rows: int) -> int:
@@ -258,7 +257,7 @@ class _DistributionLosses(torch.autograd.Function):
             if heads.suits(hidden_RH) and capping[0] == 1 and not capping[1]:
                 shares = [mixture.get(name, 0.0) for name in LOSSES]
                 *found, best_R, hidden_grad, low_grad, up_grad_VE = heads.compare(
-                    *given, shares, [LK_DECAY, LEAST_OVERLAP], wanted
+                    *given, shares, wanted
                 )
                 slopes = [hidden_grad, *([] if up is None else [low_grad])]
             else:
