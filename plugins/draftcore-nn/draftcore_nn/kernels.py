@@ -138,7 +138,7 @@ def _compare(
         q, p = tl.exp(x), tl.exp(t)
         common += tl.minimum(q, p)
         below += tl.where(q < p, q, 0.0)
-        apart += tl.where(at < V, p * (t - x), 0.0)
+        apart += tl.where(p > 0, p * (t - x), 0.0)
     shared, share = tl.sum(common, 0), tl.sum(below, 0)
     tl.store(overlap + row, shared)
     tl.store(divergence + row, tl.sum(apart, 0))
@@ -205,9 +205,10 @@ def _residual(
             at = start + lanes
             x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32) - q_scale
             if TAUGHT:
-                t = tl.load(teacher + at, mask=at < V, other=0.0).to(tl.float32) - p_scale
+                t = tl.load(teacher + at, mask=at < V, other=float("-inf")).to(tl.float32)
+                t -= p_scale
                 p = tl.exp(t)
-                apart += tl.where(at < V, p * (t - x), 0.0)
+                apart += tl.where(p > 0, p * (t - x), 0.0)
             else:
                 p = (at == right).to(tl.float32)
             if WANTED:
@@ -231,10 +232,8 @@ def residual(
     is wanted, and at K places of a row what more is to be added there.
     """
     (rows, size), top_k = logits_RV.shape, place_RK.shape[1]
-    teacher, more = (
-        logits_RV if teacher_RV is None else teacher_RV,
-        weight_R if more_RK is None else more_RK,
-    )
+    teacher = logits_RV if teacher_RV is None else teacher_RV
+    more = weight_R if more_RK is None else more_RK
     given = (logits_RV, teacher, label_R, scale_2R, weight_R, loss_R, place_RK, more)
     kind = (teacher_RV is not None, wanted, more_RK is not None)
     with torch.cuda.device_of(logits_RV):
