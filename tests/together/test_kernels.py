@@ -41,7 +41,7 @@ def losses_of(
         best = (97 * i[:, None] + 31 * own_H) % V, own_H.expand(32, H)
         W = (W / 10).index_put(best, (3 + i[:, None] / 8).expand(32, H).to(W.dtype))
         row_R = torch.arange(R, device=h.device)
-        h = h.abs() * (row_R[:, None] % H == own_H)
+        h = (1 + h.abs()) * (row_R[:, None] % H == own_H)
         label_R = (97 * (row_R % 40) + 31 * (row_R % H)) % V
         options, alpha = SELECTED[name], torch.ones((), device=h.device)
         labels = h.detach() / 2 if options.distils else label_R
