@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draftcore_dflash2.loss import selected_cross_entropy
+from draftcore_dflash2.options import DFlash2Options
 from draftcore_domino.head import corrected_cross_entropy
 from draftcore_eagle3.loss import distill
 from draftcore_eagle3.options import Eagle3Options
@@ -11,6 +13,12 @@ from draftcore_nn import heads, losses
 from torch import Tensor
 
 R, H, V, U, E = 300, 64, 3001, 1000, 16
+MIXTURES = {"dspark": {"ce": 0.1, "tv": 1.8}, "lk": {"lk_lambda": 1.0, "lk_alpha": 0.5, "kl": 0.1}}
+SELECTED = {
+    "replaced": DFlash2Options(missing="replace"),
+    "taught": DFlash2Options(labels="teacher"),
+    "detached": DFlash2Options(stop_gradient=True),
+}
 
 
 def losses_of(
@@ -22,13 +30,31 @@ def losses_of(
         return [(by_row[0] * weight_R).sum(), *by_row]
     if name == "corrected":
         return list(corrected_cross_entropy(h, low, W, up, label_R, weight_R, weight_R[90]))
+    if name in MIXTURES:
+        rank = (low, up) if name == "dspark" else None
+        compared = losses.distribution_losses(
+            h, W, W[:R] / 9, label_R, weight_R, MIXTURES[name], low_rank=rank
+        )
+        return [compared[0], *compared.losses.values(), *compared[2:]]
+    if name in SELECTED:  # each row's best tokens have logits of their own
+        i, own_H = torch.arange(32, device=h.device), torch.arange(H, device=h.device)
+        best = (97 * i[:, None] + 31 * own_H) % V, own_H.expand(32, H)
+        W = (W / 10).index_put(best, (3 + i[:, None] / 8).expand(32, H).to(W.dtype))
+        row_R = torch.arange(R, device=h.device)
+        h = (1 + h.abs()) * (row_R[:, None] % H == own_H)
+        label_R = (97 * (row_R % 40) + 31 * (row_R % H)) % V
+        options, alpha = SELECTED[name], torch.ones((), device=h.device)
+        labels = h.detach() / 2 if options.distils else label_R
+        return list(
+            selected_cross_entropy(h, low, up, W, labels, weight_R, alpha, (1.0, None), options, 16)
+        )
     teacher = losses.teach(W[:R], W, 1.0, None, ids_U=torch.arange(0, 3 * U, 3, device=h.device))
     given = (torch.stack([h, 2 * h, 3 * h]), own, teacher, weight_R.expand(3, -1), weight_R.sum())
     return [*distill(Eagle3Options(), *given), teacher.own_R, teacher.all_R, teacher.label_R]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cross entropy", "corrected", "distilled"])
+@pytest.mark.parametrize("name", ["cross entropy", "corrected", "distilled", *MIXTURES, *SELECTED])
 def test_kernels_have_the_losses_and_gradients_of_torch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from draftcore_nn import heads
 from draftcore_nn.layers import full_precision
 from draftcore_nn.losses import capped, in_slices, residual
 from torch import Tensor
@@ -87,38 +88,17 @@ class _Selected(torch.autograd.Function):
         labels: Tensor, weight_R: Tensor, alpha: Tensor, scale: float, softcap: float | None,
         top_k: int, replaced: bool, detached: bool, wanted: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
-        by_row, slopes = [], []
-        logits = 2 if labels.ndim > 1 else 1  # the teacher's beside the draft's
-        width = max(logits * len(head_VH), top_k * query_RE.shape[1])
+        exact = torch.promote_types(hidden_RH.dtype, torch.float32)
+        given = (hidden_RH, query_RE.to(exact), successor_VE, head_VH, labels, weight_R, alpha)
+        fixed = (top_k, replaced, detached, wanted)
+        plain = labels.ndim == 1 or (scale == 1 and not softcap)
         with full_precision(hidden_RH.device):
-            for hidden_rH, query_rE, label, weight_r in in_slices(
-                width, hidden_RH, query_RE.to(exact), labels, weight_R
-            ):
-                logits_rV = hidden_rH @ head_VH.T
-                if label.ndim > 1:
-                    teacher_rV = capped((label @ head_VH.T).to(exact), scale, softcap)
-                    teacher_rV = teacher_rV.log_softmax(-1)
-                    label_r, unary_r, slope_rV = divergence(logits_rV.to(exact), teacher_rV)
-                else:
-                    label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)
-                best_rK = logits_rV.topk(top_k).indices
-                ids_rK = with_label(best_rK, label_r) if replaced else best_rK
-                next_rKE = functional.embedding(ids_rK, successor_VE).to(exact)
-                score_rK = score(logits_rV.gather(1, ids_rK), query_rE, next_rKE)
-                by_row.append((unary_r, label_r, best_rK, ids_rK, score_rK))
-                if not wanted:
-                    continue
-                place_rK = ids_rK == label_r[:, None]
-                counted_r = alpha * weight_r * place_rK.any(-1)
-                pull_rK = (score_rK.log_softmax(-1).exp() - place_rK.to(exact)) * counted_r[:, None]
-                slope_rV = slope_rV.mul_(weight_r[:, None])
-                if not detached:
-                    slope_rV = slope_rV.scatter_add_(1, ids_rK, pull_rK)
-                pulled_rE = (pull_rK[:, None] @ next_rKE)[:, 0]
-                slopes.append((slope_rV.to(half) @ head_VH, pulled_rE, pull_rK))
+            if heads.suits(hidden_RH) and plain:
+                found = fused(*given, *fixed)
+            else:
+                found = _sliced(*given, scale, softcap, *fixed)
+            unary_R, label_R, best_RK, ids_RK, score_RK, *slopes = found
             # What reads no logits is computed once: a compiler unrolls the slices.
-            unary_R, label_R, best_RK, ids_RK, score_RK = map(torch.cat, zip(*by_row, strict=True))
             place_RK, log_RK = ids_RK == label_R[:, None], score_RK.log_softmax(-1)
             selector_R = -torch.where(place_RK, log_RK, 0).sum(-1)
             objective = ((unary_R + alpha * selector_R) * weight_R).sum()
@@ -126,7 +106,7 @@ class _Selected(torch.autograd.Function):
             among_R = (best_RK == label_R[:, None]).any(-1)
             chosen = label_R, best_RK[:, 0].clone(), chosen_R, among_R
             if wanted:
-                hidden_grad, query_grad, pull_RK = map(torch.cat, zip(*slopes, strict=True))
+                hidden_grad, query_grad, pull_RK = slopes
                 pairs_RE = (pull_RK[..., None] * query_RE.to(exact)[:, None]).flatten(0, 1)
                 pairs_RE = pairs_RE.to(successor_VE.dtype)
                 successor_grad = torch.zeros_like(successor_VE)
@@ -140,6 +120,115 @@ class _Selected(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [(saved * grad).to(saved.dtype) for saved in ctx.saved_tensors]
         return (*scaled, *(None,) * 10)
+
+
+def _sliced(
+    hidden_RH: Tensor, query_RE: Tensor, successor_VE: Tensor, head_VH: Tensor, labels: Tensor,
+    weight_R: Tensor, alpha: Tensor, scale: float, softcap: float | None,
+    top_k: int, replaced: bool, detached: bool, wanted: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return what `fused` does."""
+    exact, half, by_row = query_RE.dtype, hidden_RH.dtype, []
+    logits = 2 if labels.ndim > 1 else 1  # the teacher's beside the draft's
+    width = max(logits * len(head_VH), top_k * query_RE.shape[1])
+    rows = (hidden_RH, query_RE, labels, weight_R)
+    for hidden_rH, query_rE, label, weight_r in in_slices(width, *rows):
+        logits_rV = hidden_rH @ head_VH.T
+        if label.ndim > 1:
+            teacher_rV = capped((label @ head_VH.T).to(exact), scale, softcap).log_softmax(-1)
+            label_r, unary_r, slope_rV = divergence(logits_rV.to(exact), teacher_rV)
+        else:
+            label_r, (unary_r, slope_rV) = label, surprise(logits_rV.to(exact), label)
+        best_rK = logits_rV.topk(top_k).indices
+        selected = select(
+            logits_rV, best_rK, label_r, query_rE, successor_VE, alpha * weight_r, replaced, wanted
+        )
+        by_row.append([unary_r, label_r, best_rK, *selected[:2]])
+        if not wanted:
+            continue
+        ids_rK, _, pulled_rE, pull_rK = selected
+        slope_rV = slope_rV.mul_(weight_r[:, None])
+        if not detached:
+            slope_rV = slope_rV.scatter_add_(1, ids_rK, pull_rK)
+        by_row[-1] += [slope_rV.to(half) @ head_VH, pulled_rE, pull_rK]
+    return [torch.cat(part) for part in zip(*by_row, strict=True)]
+
+
+def select(
+    logits_rV: Tensor, best_rK: Tensor, label_r: Tensor, query_rE: Tensor, successor_VE: Tensor,
+    weight_r: Tensor, replaced: bool, wanted: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return candidates and scores, and the selector's gradients of the query and of scores if wanted."""
+    ids_rK = with_label(best_rK, label_r) if replaced else best_rK
+    next_rKE = functional.embedding(ids_rK, successor_VE).to(query_rE.dtype)
+    score_rK = score(logits_rV.gather(1, ids_rK), query_rE, next_rKE)
+    if not wanted:
+        return [ids_rK, score_rK]
+    place_rK = ids_rK == label_r[:, None]
+    counted_r = weight_r * place_rK.any(-1)
+    pull_rK = (score_rK.log_softmax(-1).exp() - place_rK.to(score_rK.dtype)) * counted_r[:, None]
+    return [ids_rK, score_rK, (pull_rK[:, None] @ next_rKE)[:, 0], pull_rK]
+
+
+@torch.library.custom_op("draftcore::selected_cross_entropy", mutates_args=())
+def fused(
+    hidden_RH: Tensor, query_RE: Tensor, successor_VE: Tensor, head_VH: Tensor, labels: Tensor,
+    weight_R: Tensor, alpha: Tensor, top_k: int, replaced: bool, detached: bool, wanted: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return by row unary losses, labels, best tokens, candidates, their scores, and gradients if wanted.
+
+    These are of hidden states, of queries, and of scores; by kernels (`draftcore_nn.kernels`).
+    """
+    from draftcore_nn import kernels
+
+    found: list[Tensor] = _fused_like(
+        hidden_RH, query_RE, successor_VE, head_VH, labels, weight_R, alpha,
+        top_k, replaced, detached, wanted,
+    )  # fmt: skip
+    rows, size, taught = len(hidden_RH), len(head_VH), labels.ndim > 1
+    parts = heads.slices(rows, size * (2 if taught else 1))
+    most = parts[0].stop if parts else 0
+    memory = hidden_RH.new_empty(2 if taught else 1, most, size)
+    peak_rN = hidden_RH.new_empty(most, -(-size // kernels.CHUNK))
+    scale_2R, unused_R = query_RE.new_empty(2, rows), torch.empty_like(found[1])
+    for part in parts:
+        unary_r, label_r, best_rK, ids_rK, score_rK, *slopes = (x_R[part] for x_R in found)
+        logits_rV, *teacher = memory[:, : part.stop - part.start]
+        scale_2r, peaks_rN = scale_2R[:, part], peak_rN[: part.stop - part.start]
+        torch.mm(hidden_RH[part], head_VH.T, out=logits_rV)
+        kernels.statistics(logits_rV, scale_2r[0], unused_R[part], peaks_rN)
+        if taught:
+            torch.mm(labels[part], head_VH.T, out=teacher[0])
+            kernels.statistics(teacher[0], scale_2r[1], label_r)
+        else:
+            label_r.copy_(labels[part])
+        best_rK.copy_(heads.most_probable(logits_rV, peaks_rN, top_k))
+        selected = select(
+            logits_rV, best_rK, label_r, query_RE[part], successor_VE, alpha * weight_R[part],
+            replaced, wanted,
+        )  # fmt: skip
+        for x_r, to_r in zip(selected, [ids_rK, score_rK, *slopes[1:]], strict=True):
+            to_r.copy_(x_r)
+        kernels.residual(
+            logits_rV, teacher[0] if taught else None, label_r, scale_2r, weight_R[part],
+            unary_r, ids_rK, None if detached or not wanted else slopes[2], wanted,
+        )  # fmt: skip
+        if wanted:
+            torch.mm(logits_rV, head_VH, out=slopes[0])
+    return found
+
+
+@fused.register_fake
+def _fused_like(
+    hidden_RH: Tensor, query_RE: Tensor, successor_VE: Tensor, head_VH: Tensor, labels: Tensor,
+    weight_R: Tensor, alpha: Tensor, top_k: int, replaced: bool, detached: bool, wanted: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows = hidden_RH.shape[0]
+    label_R = labels.new_empty(rows, dtype=torch.long)
+    best_RK, score_RK = label_R.new_empty(rows, top_k), query_RE.new_empty(rows, top_k)
+    found = [query_RE.new_empty(rows), label_R, best_RK, torch.empty_like(best_RK), score_RK]
+    more = [x.new_empty(x.shape) for x in (hidden_RH, query_RE, score_RK)]
+    return [*found, *more] if wanted else found
 
 
 def divergence(logits_rV: Tensor, teacher_rV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

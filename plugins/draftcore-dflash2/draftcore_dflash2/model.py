@@ -72,7 +72,9 @@ class DFlash2Draft(Backbone):
         """Return the loss of given blocks, which lie on the CPU, see `forward`."""
         device = batch.token_ids_BT.device
         targets = Targets.of(host_mask(batch), blocks, self.config.block_size)
-        tiles, weight = self.tiles(batch, blocks), torch.tensor(alpha, dtype=torch.float64)
+        tiles = self.tiles(batch, blocks)
+        # Of a single number in fp64 a compiler would make a constant, in a second compilation.
+        weight = torch.tensor([alpha], dtype=torch.float64)
         blocks, targets = blocks.to(device), targets.to(device)
         output: StepOutput = self(batch, blocks, targets, tiles, weight.to(device))
         return output

@@ -4,11 +4,13 @@ They are for CUDA and half precision, where Triton is there, as `suits` says. Lo
 rows at a time, in one piece of memory: Triton's kernels read them, and write their gradient over them
 (see `kernels`).
 
-Shape letters: R rows, H hidden, V vocabulary, U the draft's own; r a slice of rows.
+Shape letters: R rows, H hidden, E rank of a correction, V vocabulary, U the draft's own, N chunks of a
+vocabulary, K best tokens; r a slice of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 SLICE_ELEMENTS = 1 << 28  # of logits that exist together: 512 MiB
 HAS_TRITON = find_spec("triton") is not None
 TILE = 128  # rows that a product with a head computes together
+LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distribution_losses`
 
 
 def suits(x: Tensor) -> bool:
@@ -102,3 +105,73 @@ def _teach_like(
     rows, width = hidden_RH.shape[0], (head_VH if ids_U is None else ids_U).shape[0]
     own_R, all_R = numbers(rows, hidden_RH), numbers(rows, hidden_RH)
     return hidden_RH.new_empty(rows, width), own_R, all_R, tokens(rows, hidden_RH)
+
+
+@torch.library.custom_op("draftcore::compare", mutates_args=())
+def compare(
+    hidden_RH: Tensor, low_RE: Tensor | None, up_VE: Tensor | None, head_VH: Tensor,
+    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, shares: Sequence[float], wanted: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return what `kernels.compare` says of each row, and the gradients of h, z and U if these are wanted."""
+    from draftcore_nn import kernels
+
+    found: list[Tensor] = _compare_like(
+        hidden_RH, low_RE, up_VE, head_VH, last_hidden_RH, label_R, weight_R, shares, wanted
+    )
+    *by_row, slope_RH, slope_RE, up_grad_VE = found
+    parts = slices(len(hidden_RH), 2 * len(head_VH))
+    all_R, unused_R = numbers(len(hidden_RH), hidden_RH), tokens(len(hidden_RH), hidden_RH)
+    memory_3rV = hidden_RH.new_empty(
+        2 if low_RE is None else 3, parts[0].stop if parts else 0, len(head_VH)
+    )
+    up_grad_VE.zero_()
+    for part in parts:
+        logits_rV, teacher_rV, *correction = memory_3rV[:, : part.stop - part.start]
+        torch.mm(hidden_RH[part], head_VH.T, out=logits_rV)
+        torch.mm(last_hidden_RH[part], head_VH.T, out=teacher_rV)
+        if low_RE is not None and up_VE is not None:
+            torch.mm(low_RE[part], up_VE.T, out=correction[0])
+        kernels.statistics(teacher_rV, all_R[part], unused_R[part])
+        kernels.compare(
+            logits_rV, correction[0] if correction else None, teacher_rV, all_R[part],
+            label_R[part], weight_R[part], [x_R[part] for x_R in by_row],
+            (*shares, LK_DECAY, LEAST_OVERLAP), wanted,
+        )  # fmt: skip
+        if not wanted:
+            continue
+        torch.mm(logits_rV, head_VH, out=slope_RH[part])
+        if low_RE is not None and up_VE is not None:
+            torch.mm(logits_rV, up_VE, out=slope_RE[part])
+            add_product(up_grad_VE, logits_rV.T, low_RE[part])
+    return found
+
+
+@compare.register_fake
+def _compare_like(
+    hidden_RH: Tensor, low_RE: Tensor | None, up_VE: Tensor | None, head_VH: Tensor,
+    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, shares: Sequence[float], wanted: bool,
+) -> list[Tensor]:  # fmt: skip
+    rows = hidden_RH.shape[0]
+    by_row = [*(numbers(rows, hidden_RH) for _ in range(3)), tokens(rows, hidden_RH)]
+    slopes = [
+        hidden_RH.new_empty(0 if x is None or not wanted else x.shape, dtype=dtype)
+        for x, dtype in ((hidden_RH, None), (low_RE, None), (up_VE, torch.float32))
+    ]
+    return [*by_row, *slopes]
+
+
+def most_probable(logits_RV: Tensor, peak_RN: Tensor, count: int) -> Tensor:
+    """Return the places of so many largest logits of each row, [R, K], the largest first.
+
+    `peak_RN` are those of chunks, from `kernels.statistics`. A chunk with one of the K largest logits is
+    among the K chunks with the largest peaks, so the others are not looked at.
+    """
+    from draftcore_nn.kernels import CHUNK
+
+    size = logits_RV.shape[1]
+    chunk_RK = peak_RN.topk(min(count, peak_RN.shape[1]), sorted=False).indices
+    within = torch.arange(CHUNK, device=logits_RV.device)
+    place_RN = (chunk_RK[..., None] * CHUNK + within).flatten(1)
+    near_RN = logits_RV.gather(1, place_RN.clamp_max(size - 1))
+    near_RN = near_RN.masked_fill_(place_RN >= size, float("-inf"))
+    return place_RN.gather(1, near_RN.topk(count).indices)

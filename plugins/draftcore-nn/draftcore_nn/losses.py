@@ -26,12 +26,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from draftcore_nn import heads
-from draftcore_nn.layers import full_precision
+from draftcore_nn.heads import LEAST_OVERLAP, LK_DECAY
+from draftcore_nn.layers import cast, full_precision
 
 # Logits exist for this many elements at a time: 256 MiB in fp32.
 LOGIT_ELEMENTS = 1 << 26
 PARTS = 16
-LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distribution_losses`
+LOSSES = ("ce", "kl", "tv", "lk_alpha", "lk_lambda")  # of `distribution_losses`
 
 
 def padded(rows: int) -> int:
@@ -248,38 +249,30 @@ class _DistributionLosses(torch.autograd.Function):
         last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, mixture: Mapping[str, float],
         capping: tuple[float, float | None], wanted: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        exact, half = torch.promote_types(hidden_RH.dtype, torch.float32), hidden_RH.dtype
-        up = None if up_VE is None else up_VE.to(half)
-        up_grad_VE = None if up_VE is None else torch.zeros_like(up_VE)
-        rows = (hidden_RH, last_hidden_RH.to(head_VH.dtype), label_R, weight_R.to(exact))
-        by_row, slopes = [], []
+        weight_R = weight_R.to(torch.promote_types(hidden_RH.dtype, torch.float32))
+        up = None if up_VE is None else up_VE.to(hidden_RH.dtype)
+        last_hidden_RH = last_hidden_RH.to(head_VH.dtype)
+        given = (hidden_RH, low_RE, up, head_VH, last_hidden_RH, label_R, weight_R)
         with full_precision(hidden_RH.device):
-            for hidden_rH, last_rH, label_r, weight_r, *low in in_slices(
-                2 * len(head_VH), *rows, *([] if low_RE is None else [low_RE])
-            ):
-                logits_rV = (hidden_rH @ head_VH.T).to(exact)
-                if up is not None:
-                    logits_rV = logits_rV + low[0] @ up.T
-                best_r = logits_rV.argmax(-1)
-                log_p_rV = capped(last_rH @ head_VH.T, *capping).log_softmax(-1, dtype=exact)
-                losses, overlap_r, slope_rV = _compare(
-                    logits_rV.log_softmax(-1), log_p_rV, label_r[:, None], mixture, wanted
+            if heads.suits(hidden_RH) and capping[0] == 1 and not capping[1]:
+                shares = [mixture.get(name, 0.0) for name in LOSSES]
+                *found, best_R, hidden_grad, low_grad, up_grad_VE = heads.compare(
+                    *given, shares, wanted
                 )
-                by_row.append((overlap_r, best_r, *losses))
-                if slope_rV is None:
-                    continue
-                slope_rV = (slope_rV * weight_r[:, None]).to(half)
-                slopes.append([slope_rV @ head_VH, *([] if up is None else [slope_rV @ up])])
-                if up_grad_VE is not None:
-                    up_grad_VE = up_grad_VE + slope_rV.T @ low[0]
-            overlap_R, best_R, *per_row = (torch.cat(part) for part in zip(*by_row, strict=True))
+                slopes = [hidden_grad, *([] if up is None else [low_grad])]
+            else:
+                (*found, best_R), slopes, up_grad_VE = _sliced(*given, mixture, capping, wanted)
+            by_name = dict(zip(LOSSES, _losses(*found), strict=True))
+            per_row = [by_name[name] for name in mixture]
             shared = zip(mixture.values(), per_row, strict=True)
             objective = sum(
                 (share * loss_R for share, loss_R in shared), torch.zeros_like(weight_R)
             )
             objective = (objective * weight_R).sum()
-        saved = [torch.cat(part) for part in zip(*slopes, strict=True)]
-        ctx.save_for_backward(*saved, *([] if up_grad_VE is None or not wanted else [up_grad_VE]))
+        if wanted:
+            up_grads = [] if up_VE is None else [cast(up_grad_VE, up_VE.dtype)]
+            ctx.save_for_backward(*slopes, *up_grads)
+        overlap_R = found[2]
         ctx.mark_non_differentiable(overlap_R, best_R, *per_row)
         return objective, overlap_R, best_R, *per_row
 
@@ -292,29 +285,59 @@ class _DistributionLosses(torch.autograd.Function):
         return *scaled, *[None] * (10 - len(scaled))
 
 
+def _sliced(
+    hidden_RH: Tensor, low_RE: Tensor | None, up_VE: Tensor | None, head_VH: Tensor,
+    last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, mixture: Mapping[str, float],
+    capping: tuple[float, float | None], wanted: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
+    """Return what `heads.compare` does: by row, the gradients of h and z, and that of U."""
+    exact, half, by_row, slopes = weight_R.dtype, hidden_RH.dtype, [], []
+    up_grad_VE = None if up_VE is None else torch.zeros_like(up_VE, dtype=exact)
+    rows = (hidden_RH, last_hidden_RH, label_R, weight_R, *([] if low_RE is None else [low_RE]))
+    for hidden_rH, last_rH, label_r, weight_r, *low in in_slices(2 * len(head_VH), *rows):
+        logits_rV = (hidden_rH @ head_VH.T).to(exact)
+        if up_VE is not None:
+            logits_rV = logits_rV + low[0] @ up_VE.T
+        best_r = logits_rV.argmax(-1)
+        log_p_rV = capped(last_rH @ head_VH.T, *capping).log_softmax(-1, dtype=exact)
+        found, slope_rV = _compare(
+            logits_rV.log_softmax(-1), log_p_rV, label_r[:, None], mixture, wanted
+        )
+        by_row.append((*found, best_r))
+        if slope_rV is None:
+            continue
+        slope_rV = (slope_rV * weight_r[:, None]).to(half)
+        slopes.append([slope_rV @ head_VH, *([] if up_VE is None else [slope_rV @ up_VE])])
+        if up_grad_VE is not None:
+            up_grad_VE = up_grad_VE + slope_rV.T @ low[0]
+    joined = [torch.cat(part) for part in zip(*by_row, strict=True)]
+    return joined, [torch.cat(part) for part in zip(*slopes, strict=True)], up_grad_VE
+
+
+def _losses(ce_R: Tensor, kl_R: Tensor, overlap_R: Tensor) -> tuple[Tensor, ...]:
+    """Return all `LOSSES` of rows."""
+    tv_R, kept_R = 1 - overlap_R, torch.exp(-LK_DECAY * overlap_R)
+    lk_alpha_R = -overlap_R.clamp_min(LEAST_OVERLAP).log()
+    return ce_R, kl_R, tv_R, lk_alpha_R, kept_R * kl_R + (1 - kept_R) * tv_R
+
+
 def _compare(
     log_q_rV: Tensor, log_p_rV: Tensor, label_r1: Tensor, mixture: Mapping[str, float], wanted: bool
-) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Return each row's losses, its overlap, and d mixture / d logits of q if that is wanted.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Return rows' cross entropy, KL and overlap, and d loss / d logits of q if that is wanted.
 
     All slopes are made of three: q - onehot of ce, q - p of kl, and of the overlap
     q (m - sum q m) with m = [q < p].
     """
+    ce, kl, tv, alpha, lk = (mixture.get(name, 0.0) for name in LOSSES)
     q_rV, p_rV = log_q_rV.exp(), log_p_rV.exp()
     overlap_r = torch.minimum(q_rV, p_rV).sum(-1)
-    floored_r, kept_r = overlap_r.clamp_min(LEAST_OVERLAP), torch.exp(-LK_DECAY * overlap_r)
-    known = {"tv": 1 - overlap_r, "lk_alpha": -floored_r.log()}
-    if "ce" in mixture:
-        known["ce"] = -log_q_rV.gather(1, label_r1)[:, 0]
+    ce_r, kl_r = -log_q_rV.gather(1, label_r1)[:, 0], torch.zeros_like(overlap_r)
     if "kl" in mixture or "lk_lambda" in mixture:
-        known["kl"] = (p_rV * (log_p_rV - log_q_rV)).sum(-1)
-        known["lk_lambda"] = kept_r * known["kl"] + (1 - kept_r) * known["tv"]
-    losses = [known[name] for name in mixture]
+        kl_r = (p_rV * (log_p_rV - log_q_rV)).sum(-1)
     if not wanted:
-        return losses, overlap_r, None
-    ce, kl, tv, alpha, lk = (
-        mixture.get(name, 0.0) for name in ("ce", "kl", "tv", "lk_alpha", "lk_lambda")
-    )
+        return (ce_r, kl_r, overlap_r), None
+    floored_r, kept_r = overlap_r.clamp_min(LEAST_OVERLAP), torch.exp(-LK_DECAY * overlap_r)
     kl_r1 = (kl + lk * kept_r)[:, None]
     tv_r1 = (tv + lk * (1 - kept_r) + alpha * (overlap_r > LEAST_OVERLAP) / floored_r)[:, None]
     below_rV = (q_rV < p_rV).to(q_rV.dtype)
@@ -322,4 +345,5 @@ def _compare(
     slope_rV = q_rV * (ce + kl_r1 + tv_r1 * (share_r1 - below_rV))
     if kl or lk:
         slope_rV = slope_rV - kl_r1 * p_rV
-    return losses, overlap_r, _less_at(slope_rV, label_r1, ce) if ce else slope_rV
+    slope_rV = _less_at(slope_rV, label_r1, ce) if ce else slope_rV
+    return (ce_r, kl_r, overlap_r), slope_rV
