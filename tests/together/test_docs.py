@@ -134,8 +134,7 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
     folders = [ROOT / "draftcore", *ROOT.glob("plugins/*/draftcore_*")]
     code = "".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # of a text over several lines
-    page = TEXT[ROOT / "docs" / "troubleshooting.md"]
-    for message in re.findall(r"^\| `(.+?)`", page, re.MULTILINE):  # dots are what differs
+    for message in re.findall(r"^\| `(.+?)`", TEXT[ROOT / "docs/troubleshooting.md"], re.MULTILINE):
         assert all(part.strip() in code for part in message.split("...")), message
 
 

@@ -43,6 +43,7 @@ def test_a_known_target_fits_the_gpus_that_the_page_says(
 
 def test_the_page_shows_what_the_verb_does(tmp_path: Path, monkeypatch: Any, cli: Any) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     printed, written = re.findall(r"```(?:yaml)?\n(.*?)```", PAGE, re.DOTALL)[:2]
     assert f"$ draftcore plan qwen3-8b\n{cli('plan', 'qwen3-8b').output}" == printed
     assert Path("run.yaml").read_text().endswith(f"\n{written}")
