@@ -20,9 +20,7 @@ import click
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.compile(
-    r"(?<!\[)`((?:docs|plugins)/[\w./-]+\.md|(?:README|CONTRIBUTING|CHANGELOG)\.md)`"
-)
+NAMED = re.compile(r"(?<!\[)`((?:docs|plugins)/[\w./-]+\.md|(?:CONTRIBUTING|CHANGELOG)\.md)`")
 LINK = re.compile(r"""(\]\(|<img src=")([^)#\s"]+)((?:#[^)\s]*)?[)"])""")
 LABEL = re.compile(r"\[(?:docs/)?([\w-]+\.md)\](?=\()")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)

@@ -130,6 +130,14 @@ def test_every_shown_output_is_what_the_command_prints(block: str) -> None:
     assert [line.split() for line in shown] == [line.split() for line in expected.splitlines()]
 
 
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    folders = [ROOT / "draftcore", *ROOT.glob("plugins/*/draftcore_*")]
+    code = "".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # of a text over several lines
+    for message in re.findall(r"^\| `(.+?)`", TEXT[ROOT / "docs/troubleshooting.md"], re.MULTILINE):
+        assert all(part.strip() in code for part in message.split("...")), message
+
+
 def test_sessions_verbs_and_files_that_are_named_exist() -> None:
     noxfile = (ROOT / "noxfile.py").read_text()
     verbs = CliRunner().invoke(main, ["--help"]).output

@@ -64,7 +64,8 @@ def write_card(
     lines += [f"not served by {server:14}  {why}" for server, why in refused.items()]
     served = dict(commands(draft, drafts, str(folder), refused))
     served |= {measured["engine"]: measured["command"] for measured in speeds}
-    lines += [f"to serve with {server}:\n  {line}" for server, line in served.items()]
+    shown = {server: re.sub(r"^(?=\S)", "  ", line, flags=re.M) for server, line in served.items()}
+    lines += [f"to serve with {server}:\n{line}" for server, line in shown.items()]
     return [*lines, f"to upload:\n  hf upload <you>/{title(draft, manifest)} {folder}"]
 
 

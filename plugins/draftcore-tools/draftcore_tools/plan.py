@@ -179,7 +179,7 @@ def plan_run(
         memory=memory.figures(),
         lower=tuple(memory.lower(total)) if total else (),
         hours=hours(run, memory, trained, summary.tokens * scale if stored else trained),
-        sampled=len(lengths) if rows else None,
+        sampled=len(lengths) if scale > 1 else None,
         warnings=tuple(warnings(run, machine, samples, plan, longest)),
     )
 

@@ -15,8 +15,8 @@ from draftcore_tools.recipes import recipes
 from draftcore import load_config
 
 PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
-KNOWN = {  # by name: the GPUs of the page's table, and the weights in GiB
-    cells[0]: (cells[1], float(cells[3]))
+KNOWN = {  # by name: the GPUs of the page's table, the weights in GiB, and what features take
+    cells[0]: (cells[1], float(cells[3]), cells[6])
     for cells in (re.split(r" *\| *", line)[1:-1] for line in PAGE.splitlines())
     if cells and cells[0] in recipes()
 }
@@ -27,17 +27,26 @@ SMALL = ["train.batch=1", "algorithm.options.ttt_length=1"]  # quickly planned
 def test_a_known_target_fits_the_gpus_that_the_page_says(
     name: str, tmp_path: Path, cli: Any
 ) -> None:
-    gpus, weights = KNOWN[name]
+    gpus, weights, features = KNOWN[name]
     servers, file = re.findall(r"`(capture\S+)`", gpus), tmp_path / "run.yaml"
     asked = ["--gpus", gpus.partition(",")[0], "--json", "--out", file]
     told = json.loads(cli("plan", name, *asked, *SMALL, *servers).stdout)
     assert told["plan"]["fits"]
     parts = told["settings"].get("target.tensor_parallel", 1)
     assert told["plan"]["memory"]["target"] * parts / 2**30 == pytest.approx(weights, abs=0.6)
+    assert f"features take {features} of disk" in told["reasons"]["store"]
     assert load_config(file).target.options["path"] == recipes()[name].model
     text = file.read_text()
     assert all("# " in line for line in text.splitlines() if not line.endswith(":"))
     assert all(one.source in text for one in recipes()[name].published)
+
+
+def test_the_page_shows_what_the_verb_does(tmp_path: Path, monkeypatch: Any, cli: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    printed, written = re.findall(r"```(?:yaml)?\n(.*?)```", PAGE, re.DOTALL)[:2]
+    assert f"$ draftcore plan qwen3-8b\n{cli('plan', 'qwen3-8b').output}" == printed
+    assert Path("run.yaml").read_text().endswith(f"\n{written}")
 
 
 def test_a_run_for_a_folder_and_its_data_is_what_the_same_verb_plans(
