@@ -64,6 +64,7 @@ def test_kernels_have_the_losses_and_gradients_of_torch(
     leaves = [x.float() if master else x for x, master in zip(given, kinds.values(), strict=True)]
     learned = [x.requires_grad_() for x in leaves[:4]]
     monkeypatch.setattr(heads, "SLICE_ELEMENTS", 100 * V)
+    monkeypatch.setattr(heads, "TILE", 128)
     found = []
     for suits in (heads.suits, lambda _: False):
         monkeypatch.setattr(heads, "suits", suits)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 SLICE_ELEMENTS = 1 << 28  # of logits that exist together: 512 MiB
 HAS_TRITON = find_spec("triton") is not None
-TILE = 128  # rows that a product with a head computes together
+TILE = 1024  # rows of which a product with a head fills a large device evenly
 LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distribution_losses`
 
 
