@@ -73,7 +73,8 @@ def main() -> None:
             f"matrix products of the target, 8 x 1,000 tokens: {products(config):.3f} s", flush=True
         )
         print(
-            "variant      step  mean  wait  rows/s  tokens/s  device GiB  host GiB  whole s",
+            "variant           step  mean  wait  rows/s  tokens/s  device GiB  host GiB  whole s  "
+            "first step s  graphs",
             flush=True,
         )
         for variant in given.variants:
@@ -100,6 +101,7 @@ def measure(variant: str, config: Path) -> None:
         return
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     graphs = [0, *(line.get("compilations", 0) for line in lines)]
+    first = sum(value for name, value in lines[0].items() if name.startswith("start_"))
     lines = [line for at, line in enumerate(lines) if graphs[at] == graphs[at + 1]]
     lines = lines[min(FIRST, len(lines) // 2) :]
     step, wait = [one["seconds"] for one in lines], [one["fetch_seconds"] for one in lines]
@@ -108,9 +110,9 @@ def measure(variant: str, config: Path) -> None:
     device, host = json.loads((run / "peak.json").read_text())
     mean = statistics.mean(step)
     print(
-        f"{variant:12} {statistics.median(step):.3f}  {mean:.3f} {statistics.median(wait):.3f} "
+        f"{variant:17} {statistics.median(step):.3f}  {mean:.3f} {statistics.median(wait):.3f} "
         f"{rows / mean:7.1f} {tokens / sum(step):9,.0f} {device / 2**30:9.1f} "
-        f"{host / 2**30:9.1f} {whole:9.0f}",
+        f"{host / 2**30:9.1f} {whole:9.0f} {first:13.1f} {graphs[-1]:7.0f}",
         flush=True,
     )
     shutil.rmtree(run)

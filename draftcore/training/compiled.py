@@ -10,8 +10,9 @@ from torch import nn
 
 # Compiling takes a minute or two, and saves a quarter of a step at 8B shapes.
 MIN_STEPS_TO_COMPILE = 1000
-# Of one forward, before torch would run it uncompiled: several drafts share its code.
-MAX_VERSIONS = 64
+# Else Inductor compiles anew where a batch's rows times its width cross a number, to fuse reductions
+# above it alone; and torch 2.11 ends in an assertion at P-EAGLE's small sizes.
+TRITON = {"mix_order_reduction_non_strict_mode": True, "coalesce_tiling_analysis": False}
 AUTOCAST = [f"torch.amp.autocast_mode._{verb}_autocast" for verb in ("enter", "exit")]
 
 
@@ -20,24 +21,26 @@ class Compiled:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.compilations = module, 0
-        torch._dynamo.config.recompile_limit = MAX_VERSIONS
+        # Of one forward, before torch would run it uncompiled: several drafts share its code.
+        torch._dynamo.config.recompile_limit = 64
         # Else it compiles twice, to find out that eps is no input.
         torch._dynamo.config.specialize_float = True
         # Else each start compiles anew what has autograd functions or autocast in it, which the key of
         # torch's cache holds whole: their graphs and their settings (pytorch 149751 and 191363).
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         torch._inductor.config.unsafe_marked_cacheable_functions = dict.fromkeys(AUTOCAST, "")
+        # It warns of names that it does not know.
+        torch._inductor.config.load_config({f"triton.{name}": on for name, on in TRITON.items()})
         module.forward = torch.compile(module.forward, dynamic=True, backend=self._compile)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         self.compilations += 1
         return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
-    def give_up(self, error: BaseException) -> bool:
-        """Go on without a compiler where an error is the compiler's; says whether it was."""
+    def give_up(self, cause: BaseException | None) -> bool:
+        """Go on without a compiler where an error has the compiler's as a cause; says whether it was."""
         from torch._dynamo.exc import TorchDynamoException  # 1.5 s, where nothing is compiled
 
-        cause: BaseException | None = error
         while cause is not None and not isinstance(cause, TorchDynamoException):
             cause = cause.__cause__
         if cause is None or "forward" not in vars(self.module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import draftcore
+from draftcore.training.compiled import TRITON
 from tests.together.conftest import ODD, OPTIONS, NewProject, Project
 
 CORE = Path(draftcore.__file__).parent
@@ -32,6 +33,12 @@ def step_finished(step):
         sys.setprofile(None)
         Path({out!r}).write_text("\\n".join(CALLS))
 """
+
+
+def test_torch_knows_the_settings_of_a_compiled_draft() -> None:
+    """Of a name that it drops it would say so in a warning alone."""
+    known = torch._inductor.config.get_config_copy()
+    assert {f"triton.{name}" for name in TRITON} <= known.keys()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

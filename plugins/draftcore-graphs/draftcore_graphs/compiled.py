@@ -21,6 +21,12 @@ from draftcore.contracts.target import PrefillRunner, TargetModel
 class Compiled(Eager):
     """Compiles the target for capture; decoding is eager. See `contracts.runner.Runner`."""
 
+    def __init__(self) -> None:
+        if torch.cuda.is_available():  # torch starts what compiles kernels too late for the first
+            from torch._inductor.async_compile import maybe_warm_pool
+
+            maybe_warm_pool()
+
     def prefill(self, model: TargetModel) -> PrefillRunner:
         return CompiledLayers(decoder_model(model, "the runner 'compiled'"))
 
