@@ -26,18 +26,12 @@ TEMPLATES = Path(__file__).parent / "templates"
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("draftcore-nn", "pydantic", "torch"),
     "target": ("draftcore-hf", "draftcore-nn", "safetensors", "torch"),
-    "samples": ("numpy", "pydantic"),
-    "evaluation": ("pydantic", "torch"),
-    "batches": (),
-    "store": ("draftcore-file", "safetensors"),
-    "capture": ("draftcore-hf", "torch"),
-    "channel": ("draftcore-disagg",),
-    "launcher": ("draftcore-disagg",),
-    "engine": ("draftcore-eval",),
-    "prompts": ("draftcore-bench",),
-    "graph": ("torch",),
-    "graph-plugin": ("draftcore-graphs", "torch"),
-}
+    "samples": ("numpy", "pydantic"), "evaluation": ("pydantic", "torch"), "batches": (),
+    "store": ("draftcore-file", "safetensors"), "capture": ("draftcore-hf", "torch"),
+    "channel": ("draftcore-disagg",), "launcher": ("draftcore-disagg",),
+    "engine": ("draftcore-eval",), "prompts": ("draftcore-bench",),
+    "graph": ("torch",), "graph-plugin": ("draftcore-graphs", "torch"),
+}  # fmt: skip
 PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit
 
