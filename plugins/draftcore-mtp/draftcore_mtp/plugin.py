@@ -16,7 +16,7 @@ SHAPE = {
     "seed": 2,  # its answers begin alike, and none ends early
 }  # fmt: skip
 # By `check-plugin`, where nobody says otherwise.
-TRIED_WITH: dict[str, dict[str, Any]] = {"mtp": {"options": {"init": "fresh"}, "shape": SHAPE}}
+TRIED_WITH: dict[str, Any] = {"algorithm mtp": {"options": {"init": "fresh"}, "shape": SHAPE}}
 
 
 @hookimpl

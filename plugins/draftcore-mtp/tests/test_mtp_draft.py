@@ -40,7 +40,7 @@ class TestMtp(AlgorithmSuite):
     """As `check-plugin` tries it."""
 
     plugin = "draftcore_mtp.plugin"
-    options, shape = TRIED_WITH["mtp"]["options"], TRIED_WITH["mtp"]["shape"]
+    options, shape = TRIED_WITH["algorithm mtp"].values()
 
 
 class TestExports(ExportSuite):

@@ -240,9 +240,9 @@ class CaptureSuite(Suite):
                 for model in (watch.model, reference.decoder, reference.without_norm):
                     model.get_input_embeddings().weight.mul_(1e5)[ROWS[0][-1]] = torch.nan
             for capture, row in itertools.product(captures, (1, 0)):
-                watch.runs, found = [], {}
+                watch.runs, found = [], dict[str, Tensor]()
                 with suppress(Exception):  # an error hides nothing
-                    (found,) = features_of(capture, batch(row))
+                    found |= features_of(capture, batch(row))[0]
                 watch.require_runs_here()
                 require_kept(found, reference.features(ROWS[row]))
             return

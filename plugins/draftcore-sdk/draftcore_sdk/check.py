@@ -110,7 +110,7 @@ def suites_of(
     checks = [Check("plugin", "", plugin.module, loose, {}, "")]
     for offer, options in options_by_offer(plugin, overrides).items():
         theirs = uri if uri and uri.partition(":")[0] == offer.name and offer in stored else ""
-        own = getattr(plugin.instance, "TRIED_WITH", {}).get(offer.name, {})
+        own = getattr(plugin.instance, "TRIED_WITH", {}).get(f"{offer.kind} {offer.name}", {})
         options, of_target = {**own.get("options", {}), **options}, own.get("shape")
         of_offer = offer.kind, offer.name, plugin.module, loose
         checks.append(Check(*of_offer, options, theirs, of_target))

@@ -40,11 +40,9 @@ LONGEST = 24  # a longer name would push lines of the written code over its form
 @click.argument("name")
 @click.option("--kind", type=click.Choice(list(NEEDS)), required=True, help="What it will offer.")
 @click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(),
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(),
     help="Folder in which draftcore-NAME is made; the current one if not given.",
-)
+)  # fmt: skip
 @click.pass_obj
 def new_plugin(registry: Registry, name: str, kind: str, out: Path) -> None:
     """Write a plugin of your own that works and passes its tests.
@@ -95,12 +93,9 @@ def require_free(name: str, kind: str, registry: Registry) -> None:
 def render(name: str, kind: str) -> dict[str, str]:
     """Return the files of a new plugin: their text by their path."""
     values = {
-        "NAME": name,
-        "PACKAGE": f"draftcore_{name.replace('-', '_')}",
-        "KIND": kind,
+        "NAME": name, "PACKAGE": f"draftcore_{name.replace('-', '_')}", "KIND": kind, "TESTS": "tests",
         "DEPENDENCIES": ", ".join(f'"{line}"' for line in dependencies(kind)),
-        "TESTS": "tests",
-    }
+    }  # fmt: skip
     pattern = re.compile("|".join(PLACEHOLDERS))
 
     def fill(text: str) -> str:

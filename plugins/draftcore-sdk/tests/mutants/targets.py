@@ -128,6 +128,26 @@ Model.forward(cache, new, starts_B, span, request, *given):
     return request.select(found)
 == leaves_rubbish_in_its_cache: test_a_cached_forward_gives_what_a_whole_one_does
 Model.allocate(*given): return [[torch.empty_like(x) for x in kept] for kept in super().allocate(*given)]
+== gives_a_cache_that_is_in_use: test_a_cached_forward_gives_what_a_whole_one_does: is in use
+Model.allocate(*given): return self.__dict__.setdefault(f"{given}", super().allocate(*given))
+== looks_back_too_far: test_a_cached_forward_gives_what_a_whole_one_does: window is of 8 tokens
+class Model(Model):
+    def masks(self, *given):
+        config = self.spec.text_config
+        before = getattr(config, "sliding_window", None)
+        config.sliding_window = before and before + 1
+        masks = super().masks(*given)
+        config.sliding_window = before
+        return masks
+== does_not_look_back_far_enough: test_a_cached_forward_gives_what_a_whole_one_does: window is of 8 tokens
+class Model(Model):
+    def masks(self, *given):
+        config = self.spec.text_config
+        before = getattr(config, "sliding_window", None)
+        config.sliding_window = before and before - 1
+        masks = super().masks(*given)
+        config.sliding_window = before
+        return masks
 == reads_on_from_the_start: test_a_cached_forward_gives_what_a_whole_one_does
 Model.forward(cache, new, starts_B, *given): return super().forward(cache, new, starts_B * 0, *given)
 == keeps_what_was_taken_back: test_tokens_that_are_taken_back_leave_no_trace
