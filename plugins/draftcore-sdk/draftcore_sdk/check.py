@@ -391,11 +391,9 @@ class Report:
         ]
         return {
             **{key: getattr(self.plugin, key) for key in ("name", "dist", "version", "module")},
-            **self._counts(),
-            "untried": self.untried,
-            "seconds": round(self.seconds, 1),
+            **self._counts(), "untried": self.untried, "seconds": round(self.seconds, 1),
             "suites": suites,
-        }
+        }  # fmt: skip
 
     def _counts(self) -> dict[str, int]:
         outcomes = [result.outcome for result in self.results]

@@ -132,15 +132,11 @@ class StoreSuite(Suite):
         """Every bit pattern comes back, also NaN payloads; and views, empty and scalar tensors."""
         batch = any_bits(dtype, 3, 8, 6)
         tensors = {
-            "rows of a padded batch": batch[1, :5],
-            "transposed": batch[0].T,
-            "strided": batch[:, ::2, 1::2],
-            "expanded": batch[:1, :1, :1].expand(4, 2, 3),
-            "odd": any_bits(dtype, 33, 7),
-            "flat": any_bits(dtype, 5),
-            "empty": any_bits(dtype, 0, 16),
-            "scalar": any_bits(dtype),
-        }
+            "rows of a padded batch": batch[1, :5], "transposed": batch[0].T,
+            "strided": batch[:, ::2, 1::2], "expanded": batch[:1, :1, :1].expand(4, 2, 3),
+            "odd": any_bits(dtype, 33, 7), "flat": any_bits(dtype, 5),
+            "empty": any_bits(dtype, 0, 16), "scalar": any_bits(dtype),
+        }  # fmt: skip
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         with store.get(store.put(StoreItem("a", tensors, 5))) as handle:
             require_same(tensors, before, " in what was given to put")
@@ -366,12 +362,8 @@ class StoreSuite(Suite):
         assert number_in(again, again.put(numbered("c", 3))) == 3
 
     def test_its_own_uri_opens_it_from_any_folder_whatever_its_path(
-        self,
-        open_store: Open,
-        store_uri: str,
-        elsewhere: "Elsewhere",
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, open_store: Open, store_uri: str, elsewhere: "Elsewhere", monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
         """Producers work in a folder of their own. Where its URI names a path, this one is relative."""
         scheme, _, rest = store_uri.partition(":")
         mark, query = rest.partition("?")[1:]

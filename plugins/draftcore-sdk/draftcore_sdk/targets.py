@@ -216,6 +216,7 @@ class TargetSuite(Suite):
     def target_options(self, folder: Path, seed: int) -> Mapping[str, Any]:
         """Write a small target of this seed's weights, of three layers or more; return what opens it."""
         sizes: Any = {"num_hidden_layers": 4, "max_position_embeddings": 2 * LONG}
+        sizes["attention_dropout"] = 0.5  # which no target that runs drops
         file = tiny_target(folder, "llama", seed=seed, std=0.5, **sizes) / "generation_config.json"
         edit(file, eos_token_id=[257, 255])  # of which config.json knows one
         return {"path": str(folder), "device": "cpu"}
@@ -284,6 +285,16 @@ class TargetSuite(Suite):
                 changed = self.opened_with(targets[1]).fingerprint()
                 assert changed not in (same, other), f"with another {name} it is the same target"
                 same = changed
+        if type(self).target_options is TargetSuite.target_options:
+            edit(tmp_path / "1/config.json", rms_norm_eps=0.1)
+            changed = self.opened_with(targets[1]).fingerprint()
+            assert changed != same, "with another rms_norm_eps in its config it is the same target"
+            split_weights(tmp_path / "1")
+            with suppress(DraftcoreError):  # refused is as right
+                same = self.opened_with(targets[1]).fingerprint()
+                change_weight(tmp_path / "1", self.weights, 1)
+                changed = self.opened_with(targets[1]).fingerprint()
+                assert changed != same, "with another weight in its second file it is the same"
 
     def test_options_that_change_features_are_in_what_these_are_known_by(
         self, target: TargetSpec, model: TargetModel, tmp_path: Path
@@ -326,12 +337,9 @@ class TargetSuite(Suite):
     # ------------------------------------------------------------ features
 
     def test_the_last_state_times_the_head_gives_its_own_logits(
-        self,
-        target: TargetSpec,
-        model: TargetModel,
-        tmp_path: Path,
+        self, target: TargetSpec, model: TargetModel, tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Scaled and capped as it says, or a draft would learn another distribution."""
         model.check()
         require_own_logits(target, model)
@@ -534,7 +542,8 @@ def edit(file: Path, **values: Any) -> None:
 
 def change_weight(folder: Path, weights: str, rank: int) -> str:
     """Change one number of the smallest tensor of a rank in safetensors files; return its name."""
-    for file in folder.rglob(weights if weights.endswith(".safetensors") else "*.safetensors"):
+    files = folder.rglob(weights if weights.endswith(".safetensors") else "*.safetensors")
+    for file in sorted(files, reverse=True):
         tensors = load_file(file)
         sizes: dict[int, str] = {
             tensor.numel(): name for name, tensor in tensors.items() if tensor.ndim == rank
@@ -545,6 +554,17 @@ def change_weight(folder: Path, weights: str, rank: int) -> str:
             save_file(tensors, file, {"format": "pt"})
             return name
     return ""
+
+
+def split_weights(folder: Path) -> None:
+    """Put weights into two files, as those of large models lie."""
+    tensors, places = load_file(folder / "model.safetensors"), dict[str, str]()
+    for part in (0, 1):
+        own = dict([*tensors.items()][part::2])
+        save_file(own, folder / f"model-{part}.safetensors", {"format": "pt"})
+        places |= dict.fromkeys(own, f"model-{part}.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 def fails(told: str) -> Callable[..., Any]:
