@@ -42,7 +42,6 @@ from draftcore.contracts.capture import (
 from draftcore.contracts.offers import SAME_FEATURES
 from draftcore.contracts.target import TargetSpec
 from draftcore.errors import UsageError
-from draftcore_sdk.limits import until
 from draftcore_sdk.memory import CYCLES, differing, of_the_process, watched_bytes
 from draftcore_sdk.suite import Suite, bound, opened
 from draftcore_sdk.targets import tiny_target
@@ -182,10 +181,8 @@ class CaptureSuite(Suite):
     ) -> None:
         """Rows of one length: only their values tell them apart. So too where a row cannot be captured."""
         rows = [[20 + row, 30 + row, 40 + row] for row in range(40)]
-        asked = [
-            batch(members=some, index=index)
-            for index, some in ((7, [rows[3], rows[0]]), (2, [rows[4]]), (5, rows[5:]))
-        ]
+        parts = {7: [rows[3], rows[0]], 2: [rows[4]], 5: rows[5:]}
+        asked = [batch(members=some, index=index) for index, some in parts.items()]
         captured = list(open_capture(REQUESTS["first layer"]).features(asked))
         assert [one.batch for one in captured] == asked
         state_of = functools.partial(reference_of(target_folder).state, "hidden.0")
@@ -234,8 +231,7 @@ class CaptureSuite(Suite):
         """Rounded to it, once. What it does not hold stays inf, and nan stays nan: they end a run."""
         if dtype == HUGE:
             watch, reference = request.getfixturevalue("watch"), Reference(target_folder)
-            asked = [replace(REQUESTS["both"], dtype=name) for name in (*HALVES, "float32")]
-            captures = [open_capture(each) for each in asked]
+            captures = [open_capture(replace(ALL, dtype=each)) for each in (*HALVES, "float32")]
             with torch.no_grad():
                 for model in (watch.model, reference.decoder, reference.without_norm):
                     model.get_input_embeddings().weight.mul_(1e5)[ROWS[0][-1]] = torch.nan
@@ -407,10 +403,12 @@ class CaptureSuite(Suite):
         taken = iter(capture.features(batch(0, index=index) for index in range(9)))
         next(taken)
         del taken  # the run ends here
-        begun = [one for one in set(threading.enumerate()) - threads if not one.daemon]
+        begun = {one for one in threading.enumerate() if not one.daemon} - threads
         capture.close()
-        told = "a thread waits for its batches to be taken, and keeps the process when the run ends"
-        until(lambda: not any(map(threading.Thread.is_alive, begun)), told)
+        for thread in begun:
+            thread.join(5)
+            told = "a thread waits for its batches to be taken: no process ends before it does"
+            assert not thread.is_alive(), told
         capture.close()
         require_same(features_of(other, batch(0)), before)
 

@@ -101,7 +101,8 @@ class LauncherSuite(Suite):
         trial.end()
 
     def test_the_exit_status_of_the_ranks_is_returned(self, trial: Trial) -> None:
-        assert (trial.run(""), trial.run("sys.exit(7)")) == (0, 7)
+        found = trial.run(""), trial.run("sys.exit(7)")
+        assert found == (0, 7), f"0 and 7 became {found}, of a command with {str(trial.folder)!r}"
 
     def test_ranks_are_told_their_places(self, trial: Trial) -> None:
         program = """

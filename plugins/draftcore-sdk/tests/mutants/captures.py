@@ -5,6 +5,9 @@ from draftcore_sdk.captures import CaptureSuite
 from mutants import Mutants, one_file, wrong
 
 RIGHT = """
+import itertools
+import queue
+import threading
 from contextlib import suppress
 from dataclasses import replace
 
@@ -141,6 +144,16 @@ def capture(name, target, request):
     return Capture(target, replace(request, layers=inside))
 == captures_all_at_once: test_batches_are_asked_for_as_features_are_taken
 Capture.features(batches): return iter(list(super().features(list(batches))))
+== needs_a_batch: test_batches_are_asked_for_as_features_are_taken
+Capture.features(batches):
+    yield from super().features([next(batches := iter(batches))])
+    yield from super().features(batches)
+== looks_ahead_in_a_thread: test_closing_is_harmless_twice_and_to_another_capture: a thread waits
+Capture.features(batches):
+    room, end = queue.Queue(2), object()
+    found = itertools.chain(super().features(batches), [end])
+    threading.Thread(target=lambda: [room.put(one, timeout=20) for one in found]).start()
+    yield from iter(room.get, end)
 == closes_once: test_closing_is_harmless_twice_and_to_another_capture
 class Capture(LocalCapture):
     closed = False

@@ -6,10 +6,11 @@ from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import random
+from pathlib import Path
 
 import torch
 
-from draftcore_hf.target import TransformersModel, TransformersTarget
+from draftcore_hf.target import TransformersModel, TransformersTarget, file_digest
 
 class Model(TransformersModel):
     pass
@@ -34,6 +35,10 @@ Target.fingerprint(): return str(self.config.to_dict())
 Target.fingerprint(): return super().fingerprint() + self.path
 == knows_embedding_and_head_alone: test_its_fingerprint_is_that_of_its_weights: same target
 Target.fingerprint(): return str([x.sum() for x in (self.embedding(), self.head())])
+== is_known_by_its_weights_alone: test_its_fingerprint_is_that_of_its_weights: rms_norm_eps
+Target.fingerprint(): return "".join(map(file_digest, map(Path, sorted({*self.weight_files().values()}))))
+== is_known_by_its_first_file: test_its_fingerprint_is_that_of_its_weights: last file
+Target.fingerprint(): return str(self.config) + file_digest(Path(min(self.weight_files().values())))
 == has_any_layer: test_what_it_does_not_have_is_refused
 Target.require_layers(request): pass
 == turns_its_embedding: test_embedding_and_head_are_as_wide_as_its_states
@@ -50,6 +55,10 @@ Model.check(): pass
 Model.logits(hidden): return self.model.get_output_embeddings()(hidden)
 == checks_nothing: test_the_last_state_times_the_head_gives_its_own_logits: passes another head
 Model.check(): pass
+== is_left_in_training_mode: test_the_last_state_times_the_head_gives_its_own_logits
+Model.__init__(*given):
+    super().__init__(*given)
+    self.model.train()
 == norms_its_last_layer: test_features_are_those_asked_for: behind the final norm
 Model.run(*given, **inputs):
     taken = super().run(*given, **inputs)
