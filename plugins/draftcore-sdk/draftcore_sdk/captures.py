@@ -406,7 +406,7 @@ class CaptureSuite(Suite):
         begun = {one for one in threading.enumerate() if not one.daemon} - threads
         capture.close()
         for thread in begun:
-            thread.join(5)
+            thread.join(20)
             told = "a thread waits for its batches to be taken: no process ends before it does"
             assert not thread.is_alive(), told
         capture.close()

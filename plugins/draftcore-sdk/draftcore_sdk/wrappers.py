@@ -100,8 +100,8 @@ class ObserverSuite(Around):
         for thread in set(threading.enumerate()) - threads:
             thread.join(0 if thread.daemon else 5)
             ends = thread.daemon or not thread.is_alive()
-            told = f"the thread {thread.name!r} is no daemon, and a run does not end before it"
-            assert ends, told
+            said = f"the thread {thread.name!r} is no daemon, and a run does not end before it"
+            assert ends, said
 
     @slow
     def test_a_run_with_it_is_the_run_without_it(self, bench: Bench) -> None:

@@ -152,7 +152,7 @@ Capture.features(batches):
 Capture.features(batches):
     room, end = queue.Queue(2), object()
     found = itertools.chain(super().features(batches), [end])
-    threading.Thread(target=lambda: [room.put(one, timeout=20) for one in found]).start()
+    threading.Thread(target=lambda: [room.put(one, timeout=40) for one in found]).start()
     yield from iter(room.get, end)
 == closes_once: test_closing_is_harmless_twice_and_to_another_capture
 class Capture(LocalCapture):
