@@ -541,7 +541,7 @@ def require_kept(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> No
         ours, theirs = value_TH[-1], right[name][-1].to(value_TH.dtype)
         odd = ~torch.isclose(ours, theirs, rtol=0.02, atol=0.1, equal_nan=True)
         told = [f"{float(one[odd][0]):g}" for one in (ours, theirs) if odd.any()]
-        assert not told, f"{name} is {told[0]} for the target's {told[1]}, and would be trained on"
+        assert not told, f"{name} is {told[0]} where the target has {told[1]}: that is trained on"
 
 
 def require_largest(found: Mapping[str, Tensor], logits_TV: Tensor, head_TV: Tensor) -> None:

@@ -172,7 +172,7 @@ class Capture(Changing):
         return {n: v / 8 if v.dtype == torch.float16 else v for n, v in f.items()}
 == hides_what_is_no_number: test_a_stored_type_holds_the_numbers_of_float32[numbers beyond float16]: nan
 Capture(Changing).change(f): return {name: value.nan_to_num() for name, value in f.items()}
-== clamps_to_half: test_a_stored_type_holds_the_numbers_of_float32[numbers beyond float16]: for the target
+== clamps_to_half: test_a_stored_type_holds_the_numbers_of_float32[numbers beyond float16]: the target has
 Capture(Changing).change(f): return {name: value.clamp(-65504, 65504) for name, value in f.items()}
 == chooses_the_largest_of_rounded_ones: test_a_stored_type_holds_the_numbers_of_float32[bfloat16]: others
 class Capture(Changing):
