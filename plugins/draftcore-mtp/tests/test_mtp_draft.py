@@ -13,6 +13,7 @@ import torch
 from draftcore_hf.target import TransformersTarget
 from draftcore_mtp.algorithm import Mtp
 from draftcore_mtp.options import MtpOptions
+from draftcore_mtp.plugin import TRIED_WITH
 from draftcore_nn.served import Host, Round, UnservableError, gaps
 from draftcore_sdk.algorithm_fixtures import NO_DATA, ExportSuite, MakeTarget
 from draftcore_sdk.algorithms import AlgorithmSuite
@@ -27,7 +28,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from draftcore.contracts.algorithm import Draft
 from draftcore.errors import UsageError
 
-HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FRESH = Mtp(MtpOptions(init="fresh"))
 PLAIN = Mtp(MtpOptions())
 
@@ -37,14 +37,10 @@ class TestPlugin(PluginSuite):
 
 
 class TestMtp(AlgorithmSuite):
-    """The target is of a family whose layer both servers load."""
+    """As `check-plugin` tries it."""
 
     plugin = "draftcore_mtp.plugin"
-    options: ClassVar[dict[str, Any]] = {"init": "fresh"}
-    shape: ClassVar[dict[str, Any]] = {
-        "family": "qwen3_5", "layer_types": ["full_attention"] * 12, "rope_parameters": HALF,
-        "seed": 2,  # its answers begin alike, and none ends early
-    }  # fmt: skip
+    options, shape = TRIED_WITH["algorithm mtp"].values()
 
 
 class TestExports(ExportSuite):

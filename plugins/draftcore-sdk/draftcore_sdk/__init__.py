@@ -20,28 +20,11 @@ passes them. A suite opens everything through the plugin's hooks, as a run does.
 import sys
 
 SUITES = (
-    "algorithms",
-    "batches",
-    "captures",
-    "channels",
-    "engines",
-    "evaluations",
-    "graph_plugins",
-    "graphs",
-    "images",
-    "launchers",
-    "plugins",
-    "prompts",
-    "runners",
-    "samples",
-    "sources",
-    "stores",
-    "targets",
-    "wrappers",
-)
-PARTS = (
-    "algorithm_fixtures", "comparisons", "drafting", "workbench",
+    "algorithms", "batches", "captures", "channels", "engines", "evaluations", "graph_plugins",
+    "graphs", "images", "launchers", "plugins", "prompts", "runners", "samples", "sources",
+    "stores", "targets", "wrappers",
 )  # fmt: skip
+PARTS = ("algorithm_fixtures", "comparisons", "drafting", "workbench")
 
 if "pytest" in sys.modules:  # asserts in a suite explain themselves as those of a test file do
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{n}" for n in (*SUITES, *PARTS)))

@@ -223,14 +223,13 @@ class Runs:
         names = {plugin.module: plugin.name for plugin in registry.installed}
         train = {"batch": BATCH, "epochs": 4, "accumulate": 1, "prefetch": AHEAD}
         config = {
-            "run": str(folder / "run"),
+            "run": str(folder / "run"), "algorithm": {"name": SMALL},
             "target": {"path": str(self.base / "batches-target"), "device": "cpu"},
             "data": {"train": str(conversations(folder / "train.jsonl", 8)), "max_skipped": 0.5},
-            "algorithm": {"name": SMALL},
             "plugins": [names[module] for module in extras],
             "batches": offer.name if elsewhere else "queue",
             "train": {**train, "device": "cpu", "log_every": 1},
-        }
+        }  # fmt: skip
         file, codes, threads = folder / "run.yaml", list[int](), set(threading.enumerate())
         file.write_text(yaml.safe_dump(config))
         if not elsewhere:
@@ -243,13 +242,11 @@ class Runs:
         lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
         last = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
         return {
-            "reason": reason,
-            "codes": codes,
-            "threads": set(threading.enumerate()) - threads,
+            "reason": reason, "codes": codes, "threads": set(threading.enumerate()) - threads,
             "losses": {line["step"]: line["loss"] for line in lines if "loss" in line},
             "skipped": json.loads((last / "state.json").read_text())["skipped"],
             "weights": load_file(last / "draft.safetensors"),
-        }
+        }  # fmt: skip
 
 
 @contextmanager

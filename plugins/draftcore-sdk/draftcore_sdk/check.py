@@ -72,7 +72,7 @@ ESSENTIAL = 8  # lines of a failed assertion; --traceback shows all
 
 @dataclass(frozen=True)
 class Check:
-    """One suite for one plugin; `offer` is '' for the plugin's own."""
+    """One suite for one plugin; `offer` is '' for the plugin's own. `shape` is an algorithm's target's."""
 
     kind: str
     offer: str
@@ -80,6 +80,7 @@ class Check:
     loose: str
     options: Mapping[str, Any]
     uri: str
+    shape: Mapping[str, Any] | None = None
 
     @property
     def title(self) -> str:
@@ -93,6 +94,7 @@ def suites_of(
 ) -> list[Check]:
     """Return the checks of a plugin, of each of its offers and of what it wraps and observes.
 
+    Below the options that are given stand those that the plugin's `TRIED_WITH` has for the offer.
     With `each`, an offer is checked with every other value of a boolean or literal option, too.
     Raises UsageError for an option that no offer has or that its model refuses, and for a URI
     that belongs to no store, channel, source or prompt set of the plugin.
@@ -108,12 +110,15 @@ def suites_of(
     checks = [Check("plugin", "", plugin.module, loose, {}, "")]
     for offer, options in options_by_offer(plugin, overrides).items():
         theirs = uri if uri and uri.partition(":")[0] == offer.name and offer in stored else ""
-        checks.append(Check(offer.kind, offer.name, plugin.module, loose, options, theirs))
+        own = getattr(plugin.instance, "TRIED_WITH", {}).get(f"{offer.kind} {offer.name}", {})
+        options, of_target = {**own.get("options", {}), **options}, own.get("shape")
+        of_offer = offer.kind, offer.name, plugin.module, loose
+        checks.append(Check(*of_offer, options, theirs, of_target))
         for name, value in variants(offer) if each else ():
             varied = {**options, name: value}
             with suppress(UsageError):  # a value that another option would have to go with
                 bind(Registry((plugin,)), offer.kind, offer.name, varied)
-                checks.append(Check(offer.kind, offer.name, plugin.module, loose, varied, theirs))
+                checks.append(Check(*of_offer, varied, theirs, of_target))
     for kind, hooks in {"wrapper": WRAPPED, "observer": OBSERVED}.items():
         if hooks & unoffered(plugin):
             checks.append(Check(kind, "", plugin.module, loose, {}, ""))
@@ -305,6 +310,8 @@ def suite(check: Check) -> type[Suite]:
 
     if check.uri:
         said[f"{check.kind}_uri"] = uri
+    if check.shape:
+        said["shape"] = check.shape
     wrapped = " " in check.plugin
     if check.kind == "batches" and wrapped:  # around the queue
         said["producing"] = lambda self, file, loose: self.by_producers(file, loose)
@@ -384,11 +391,9 @@ class Report:
         ]
         return {
             **{key: getattr(self.plugin, key) for key in ("name", "dist", "version", "module")},
-            **self._counts(),
-            "untried": self.untried,
-            "seconds": round(self.seconds, 1),
+            **self._counts(), "untried": self.untried, "seconds": round(self.seconds, 1),
             "suites": suites,
-        }
+        }  # fmt: skip
 
     def _counts(self) -> dict[str, int]:
         outcomes = [result.outcome for result in self.results]

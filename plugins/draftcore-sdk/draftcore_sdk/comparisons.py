@@ -160,11 +160,9 @@ def require_naive(draft: Draft, output: StepOutput, expected: Tensor, rtol: floa
 
 
 def require_attention(
-    tensors: Sequence[Tensor],
-    attend: Callable[[Sequence[Tensor]], Tensor],
-    plain: Callable[[Sequence[Tensor]], Tensor],
-    tolerance: float,
-) -> None:
+    tensors: Sequence[Tensor], attend: Callable[[Sequence[Tensor]], Tensor],
+    plain: Callable[[Sequence[Tensor]], Tensor], tolerance: float,
+) -> None:  # fmt: skip
     """Require of a fused attention and its gradients those of one softmax in fp64."""
     found, exact = attend(tensors), [t.detach().double().requires_grad_() for t in tensors]
     generator = torch.Generator().manual_seed(1)

@@ -140,9 +140,8 @@ def require_rounds(engine: Engine, right: Sequence[Decoded]) -> None:
             kept = len(answer.tokens) - 1 - answer.rounds
             fits = list(by_position) == sorted(by_position, reverse=True)
             fits &= len(by_position) <= DRAFTS and sum(by_position) >= kept
-            assert fits, (
-                f"it says that {by_position} were accepted, and {kept} drafts are in its answer"
-            )
+            told = f"it says that {by_position} were accepted, and {kept} drafts are in its answer"
+            assert fits, told
 
 
 def children(process: str = "self") -> set[str]:

@@ -26,17 +26,16 @@ def yarn(theta: float, factor: float, **more: Any) -> dict[str, Any]:
 
 # Those of gpt-oss-20b and -120b, DeepSeek-V3 and Kimi-K2 are as in these targets' config.json.
 ROPES: dict[str, dict[str, Any]] = {
-    "default": {**THETA, "rope_type": "default"},
+    "default": {**THETA, "rope_type": "default"}, "llama3": LLAMA3,
     "linear": {**THETA, "rope_type": "linear", "factor": 2.0},
     "partial": {**THETA, "rope_type": "default", "partial_rotary_factor": 0.5},
-    "llama3": LLAMA3,
     "yarn": {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "gpt-oss": yarn(150000.0, 32.0, beta_fast=32.0, beta_slow=1.0, truncate=False),
     "deepseek-v3": yarn(10000.0, 40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
     "kimi-k2": yarn(50000.0, 32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
     "two mscales": yarn(10000.0, 40, mscale=1.0, mscale_all_dim=0.5, attn_factor=3.0),
     "attention_factor": yarn(10000.0, 40, attention_factor=0.9),
-}
+}  # fmt: skip
 
 # ---------------------------------------------------------------- a folder
 

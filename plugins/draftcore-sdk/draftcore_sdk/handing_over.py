@@ -67,10 +67,8 @@ class HandingOver(Suite):
         bench.require("disagg")
         batches = ("a", ABORTED, "b"), ("c", "d", "e")
         for shape in SHAPES:
-            row, answers = (
-                wire_row(bench, shape),
-                [take_over(bench, b, shape=shape) for b in batches],
-            )
+            row = wire_row(bench, shape)
+            answers = [take_over(bench, b, shape=shape) for b in batches]
             for rids, found in zip(batches, answers, strict=True):
                 made = {"hidden": found.hidden_BH, "topk_p": found.topk_p_BK}
                 made["topk_index"] = found.topk_index_BK

@@ -79,8 +79,7 @@ def hooks_data(registry: Registry) -> dict[str, Any]:
     return {
         "hooks": [
             {
-                "name": name,
-                "signature": name + _written(spec),
+                "name": name, "signature": name + _written(spec),
                 "result": "first" if name in first else "all",
                 "required": [kind for kind, needed in NEEDED.items() if name in needed],
                 "doc": (inspect.getdoc(spec) or "").partition("\n")[0],
@@ -88,7 +87,7 @@ def hooks_data(registry: Registry) -> dict[str, Any]:
             }
             for name, spec in all_hooks().items()
         ]
-    }
+    }  # fmt: skip
 
 
 def _methods(plugin: Plugin) -> Sequence[str]:

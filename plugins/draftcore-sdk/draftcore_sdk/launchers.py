@@ -94,12 +94,15 @@ class LauncherSuite(Suite):
 
     @pytest.fixture
     def trial(self, tmp_path: Path) -> Iterator[Trial]:
-        trial = Trial(lambda: self.open("launcher"), tmp_path)
+        folder = tmp_path / "a shell's $HOME"  # as users name theirs
+        folder.mkdir()
+        trial = Trial(lambda: self.open("launcher"), folder)
         yield trial
         trial.end()
 
     def test_the_exit_status_of_the_ranks_is_returned(self, trial: Trial) -> None:
-        assert (trial.run(""), trial.run("sys.exit(7)")) == (0, 7)
+        found = trial.run(""), trial.run("sys.exit(7)")
+        assert found == (0, 7), f"0 and 7 became {found}, of a command with {str(trial.folder)!r}"
 
     def test_ranks_are_told_their_places(self, trial: Trial) -> None:
         program = """
@@ -136,6 +139,7 @@ else:
         monkeypatch.setenv("OF_THIS_TRIAL", "set")
         program = """
 note(role, os.environ.get("OF_THIS_TRIAL", "not set"))
+note("place", os.getcwd())
 for stream in (sys.stdout, sys.stderr):
     print(" " * 2**17, file=stream, flush=True)
 note("said")
@@ -143,6 +147,8 @@ until(lambda: count("said") == 2)
 """
         code = trial.run(program, producers=1)
         assert (trial.left("trainer"), trial.left("producer")) == (["set"], ["set"])
+        told = "relative paths of a configuration are of the folder of who runs it"
+        assert {*trial.left("place")} == {os.getcwd()}, told
         assert len(trial.left("said")) == 2, "who says more than a pipe holds waits for a reader"
         assert code == 0
 

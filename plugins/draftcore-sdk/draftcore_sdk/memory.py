@@ -50,11 +50,9 @@ def of_the_process() -> dict[str, Any]:
     """What training reads that belongs to no thread: random states, and how numbers are computed."""
     return {
         "torch's random state": torch.get_rng_state().tolist(),
-        "Python's random state": random.getstate(),
-        "numpy's random state": str(np.random.get_state()),
-        "default dtype": torch.get_default_dtype(),
+        "Python's random state": random.getstate(), "numpy's random state": str(np.random.get_state()),
+        "default dtype": torch.get_default_dtype(), "threads": torch.get_num_threads(),
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32 products": torch.get_float32_matmul_precision(),
-    }
+    }  # fmt: skip

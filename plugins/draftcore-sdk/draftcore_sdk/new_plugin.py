@@ -26,18 +26,12 @@ TEMPLATES = Path(__file__).parent / "templates"
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "algorithm": ("draftcore-nn", "pydantic", "torch"),
     "target": ("draftcore-hf", "draftcore-nn", "safetensors", "torch"),
-    "samples": ("numpy", "pydantic"),
-    "evaluation": ("pydantic", "torch"),
-    "batches": (),
-    "store": ("draftcore-file", "safetensors"),
-    "capture": ("draftcore-hf", "torch"),
-    "channel": ("draftcore-disagg",),
-    "launcher": ("draftcore-disagg",),
-    "engine": ("draftcore-eval",),
-    "prompts": ("draftcore-bench",),
-    "graph": ("torch",),
-    "graph-plugin": ("draftcore-graphs", "torch"),
-}
+    "samples": ("numpy", "pydantic"), "evaluation": ("pydantic", "torch"), "batches": (),
+    "store": ("draftcore-file", "safetensors"), "capture": ("draftcore-hf", "torch"),
+    "channel": ("draftcore-disagg",), "launcher": ("draftcore-disagg",),
+    "engine": ("draftcore-eval",), "prompts": ("draftcore-bench",),
+    "graph": ("torch",), "graph-plugin": ("draftcore-graphs", "torch"),
+}  # fmt: skip
 PLACEHOLDERS = ("NAME", "PACKAGE", "KIND", "DEPENDENCIES", "TESTS")
 LONGEST = 24  # a longer name would push lines of the written code over its formatter's limit
 
@@ -46,11 +40,9 @@ LONGEST = 24  # a longer name would push lines of the written code over its form
 @click.argument("name")
 @click.option("--kind", type=click.Choice(list(NEEDS)), required=True, help="What it will offer.")
 @click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(),
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(),
     help="Folder in which draftcore-NAME is made; the current one if not given.",
-)
+)  # fmt: skip
 @click.pass_obj
 def new_plugin(registry: Registry, name: str, kind: str, out: Path) -> None:
     """Write a plugin of your own that works and passes its tests.
@@ -101,12 +93,9 @@ def require_free(name: str, kind: str, registry: Registry) -> None:
 def render(name: str, kind: str) -> dict[str, str]:
     """Return the files of a new plugin: their text by their path."""
     values = {
-        "NAME": name,
-        "PACKAGE": f"draftcore_{name.replace('-', '_')}",
-        "KIND": kind,
+        "NAME": name, "PACKAGE": f"draftcore_{name.replace('-', '_')}", "KIND": kind, "TESTS": "tests",
         "DEPENDENCIES": ", ".join(f'"{line}"' for line in dependencies(kind)),
-        "TESTS": "tests",
-    }
+    }  # fmt: skip
     pattern = re.compile("|".join(PLACEHOLDERS))
 
     def fill(text: str) -> str:

@@ -62,14 +62,12 @@ done = []
 
 def state():
     return {
-        "os.environ": dict(os.environ),
-        "the random state": random.getstate(),
+        "os.environ": dict(os.environ), "the random state": random.getstate(),
         "the filters of warnings": list(warnings.filters),
         "the logging of others": (logging.root.level, list(logging.root.handlers)),
         "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
-        "the threads": threading.active_count(),
+        "the threads": threading.active_count(), "processes and connections": list(done),
         "the core": [id(getattr(m, name, None)) for m in ours for name in names[m]],
-        "processes and connections": list(done),
     }
 
 def heard(event, arguments):

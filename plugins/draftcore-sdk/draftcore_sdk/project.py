@@ -31,16 +31,13 @@ class Project:
         train = conversations(folder / "train.jsonl", [c * 3 + d for c in "abcd" for d in "xy"])
         held_out = conversations(folder / "eval.jsonl", ["yes", "no"])
         config = {
-            "run": str(self.run),
+            "run": str(self.run), "store": store, "plugins": list(bench.extras),
             "target": {"name": "plain", "path": bench.example.spec.path, "device": "cpu"},
-            "capture": {"name": "hf"},
-            "data": {"train": str(train), "eval": str(held_out)},
+            "capture": {"name": "hf"}, "data": {"train": str(train), "eval": str(held_out)},
             "algorithm": {"name": bench.offer.name, "options": dict(bench.data)},
-            "store": store,
-            "plugins": list(bench.extras),
             "train": {"batch": 2, "lr": RATE, "log_every": 1, "eval_every": 0, "device": "cpu"},
             "eval": {"max_new_tokens": 8, "batch": 2},
-        }
+        }  # fmt: skip
         self.yaml.write_text(yaml.safe_dump(config))
 
     def cli(self, verb: str, *arguments: str, status: int = 0) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from draftcore.errors import ExitStatus
+from draftcore.errors import ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from draftcore_sdk.check import Result
@@ -51,6 +52,9 @@ def check_plugin(
     is a file is checked too: draftcore --plugin mine.py check-plugin mine.
     """
     registry: Registry = ctx.obj
+    if (file := Path(name)).suffix == ".py":
+        remedy = f"draftcore --plugin {name} check-plugin {file.stem}"
+        raise UsageError(f"{name!r} is a file, which has to be loaded as well\n  {remedy}")
     plugin = registry.named(name)
     from draftcore_sdk import check  # pytest, 0.1 s: only where it is used
 

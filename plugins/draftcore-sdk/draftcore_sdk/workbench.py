@@ -112,9 +112,8 @@ class Example:
         shape = {**SHAPE, **json.loads(more)}
         write = plain.write if shape == SHAPE else plain.write_other
         path = write(folder / "target", GROWTH, UNHEARD, **shape)
-        stopper = (
-            folder / f"suite_{zlib.crc32(bytes(folder))}.py"
-        )  # a module has one name in a process
+        # A module has one name in a process.
+        stopper = folder / f"suite_{zlib.crc32(bytes(folder))}.py"
         stopper.write_text(STOPPER + TARGET)
         spec = plain.open_target(str(path), device="cpu")
         spec.logit_scale, spec.logit_softcap = 2.0, 20.0  # greedy decoding is the same with them

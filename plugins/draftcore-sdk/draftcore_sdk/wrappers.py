@@ -100,9 +100,8 @@ class ObserverSuite(Around):
         for thread in set(threading.enumerate()) - threads:
             thread.join(0 if thread.daemon else 5)
             ends = thread.daemon or not thread.is_alive()
-            assert ends, (
-                f"the thread {thread.name!r} is no daemon, and a run does not end before it"
-            )
+            said = f"the thread {thread.name!r} is no daemon, and a run does not end before it"
+            assert ends, said
 
     @slow
     def test_a_run_with_it_is_the_run_without_it(self, bench: Bench) -> None:
@@ -130,10 +129,8 @@ def hooks_of(plugin: str) -> Sequence[str]:
 def around(bench: Bench) -> dict[str, Any]:
     """What is of the process, or of the draft beside its weights."""
     return {
-        **of_the_process(),
-        "the current folder": Path.cwd(),
-        "the variables": dict(os.environ),
+        **of_the_process(), "the current folder": Path.cwd(), "the variables": dict(os.environ),
         "what Ctrl-C does": signal.getsignal(signal.SIGINT),
         "the draft's mode": bench.draft.module.training,
         "what is trained": [p.requires_grad for p in bench.draft.module.parameters()],
-    }
+    }  # fmt: skip

@@ -234,14 +234,19 @@ def test_a_plugin_that_is_not_there_or_broken_is_refused_with_the_reason(loose: 
     result = CliRunner().invoke(main, ["check-plugin", "buildin"])
     assert result.exit_code == 2
     assert "there is no plugin 'buildin' (did you mean 'builtin'?)" in result.stderr
+    result = CliRunner().invoke(main, ["check-plugin", "./mine.py"])
+    assert result.stderr.endswith("\n  draftcore --plugin ./mine.py check-plugin mine\n")
 
 
 def test_options_and_uri_reach_the_offers_that_they_are_for(loose: Loose) -> None:
-    loose.write(OFFERS)
+    """Options that are given stand above those that the plugin is tried with."""
+    own = {"options": {"width": 2.0, "tied": True}, "shape": {"family": "gpt2"}}
+    loose.write(f"{OFFERS}TRIED_WITH = {{'runner mine': {own}}}")
     checks = check.suites_of(loose.plugin, ["width=3e-1"], "mine:here{tmp}?a=1")
-    assert [(c.kind, c.offer, c.options, c.uri) for c in checks] == [
-        *(("plugin", "", {}, ""), ("channel", "other", {}, "")),
-        *(("runner", "mine", {"width": 0.3}, ""), ("store", "mine", {}, "mine:here{tmp}?a=1")),
+    assert [(c.kind, c.offer, c.options, c.uri, c.shape) for c in checks] == [
+        *(("plugin", "", {}, "", None), ("channel", "other", {}, "", None)),
+        ("runner", "mine", {"width": 0.3, "tied": True}, "", own["shape"]),
+        ("store", "mine", {}, "mine:here{tmp}?a=1", None),
     ]
     found = {one.message for one in check.run(checks[2:]) if one.outcome == "failed"}
     assert any(message.endswith("width=0.3 mode=None") for message in found)

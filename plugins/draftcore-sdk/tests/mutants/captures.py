@@ -5,6 +5,9 @@ from draftcore_sdk.captures import CaptureSuite
 from mutants import Mutants, one_file, wrong
 
 RIGHT = """
+import itertools
+import queue
+import threading
 from contextlib import suppress
 from dataclasses import replace
 
@@ -141,6 +144,16 @@ def capture(name, target, request):
     return Capture(target, replace(request, layers=inside))
 == captures_all_at_once: test_batches_are_asked_for_as_features_are_taken
 Capture.features(batches): return iter(list(super().features(list(batches))))
+== needs_a_batch: test_batches_are_asked_for_as_features_are_taken
+Capture.features(batches):
+    yield from super().features([next(batches := iter(batches))])
+    yield from super().features(batches)
+== looks_ahead_in_a_thread: test_closing_is_harmless_twice_and_to_another_capture: a thread waits
+Capture.features(batches):
+    room, end = queue.Queue(2), object()
+    found = itertools.chain(super().features(batches), [end])
+    threading.Thread(target=lambda: [room.put(one, timeout=40) for one in found]).start()
+    yield from iter(room.get, end)
 == closes_once: test_closing_is_harmless_twice_and_to_another_capture
 class Capture(LocalCapture):
     closed = False
@@ -157,6 +170,15 @@ class Capture(Changing):
     # Scales down for fp16 and forgets to scale up again.
     def change(self, f):
         return {n: v / 8 if v.dtype == torch.float16 else v for n, v in f.items()}
+== hides_what_is_no_number: test_a_stored_type_holds_the_numbers_of_float32[numbers beyond float16]: nan
+Capture(Changing).change(f): return {name: value.nan_to_num() for name, value in f.items()}
+== clamps_to_half: test_a_stored_type_holds_the_numbers_of_float32[numbers beyond float16]: the target has
+Capture(Changing).change(f): return {name: value.clamp(-65504, 65504) for name, value in f.items()}
+== chooses_the_largest_of_rounded_ones: test_a_stored_type_holds_the_numbers_of_float32[bfloat16]: others
+class Capture(Changing):
+    def change(self, f):  # the last of equal ones first
+        order = f["topk_logits"].flip(-1).sort(stable=True, descending=True)[1]
+        return f | {"topk_ids": f["topk_ids"].flip(-1).gather(-1, order)}
 == yields_inside_inference_mode: test_capturing_changes_nothing_that_training_reads
 Capture.features(batches):
     with torch.inference_mode():
@@ -202,6 +224,13 @@ Capture.features(batches):
         cut = tuple([token % 65536 for token in tokens] for tokens in batch.token_ids)
         for one in super().features([replace(batch, token_ids=cut)]):
             yield replace(one, batch=batch)
+== has_the_last_of_equal_ones_first: test_positions_are_a_rows_own_and_no_token_id_is_too_large: lower id
+class Capture(Changing):
+    def change(self, f):
+        order = f["topk_logits"].flip(-1).sort(stable=True, descending=True)[1]
+        return f | {"topk_ids": f["topk_ids"].flip(-1).gather(-1, order)}
+== stores_ids_of_16_bits: test_positions_are_a_rows_own_and_no_token_id_is_too_large: of 16 bits
+Capture(Changing).change(f): return f | {"topk_ids": f["topk_ids"] % 65536}
 == pads_on_the_left: test_positions_are_a_rows_own_and_no_token_id_is_too_large
 Capture.features(batches):
     for batch in batches:

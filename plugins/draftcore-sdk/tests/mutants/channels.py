@@ -42,6 +42,8 @@ Client.call(request):
     if request["call"] == "claim":
         reply["answer"][0].reverse()
     return reply
+== makes_doubles_of_numbers: test_tasks_and_refs_come_in_order_and_whole_however_large[3-5]: came as
+Client.call(request): return json.loads(json.dumps(super().call(request)), parse_int=float)
 == speaks_ascii: test_a_failure_arrives_with_its_rows
 Client.call(request):
     text = json.dumps(request, ensure_ascii=False)

@@ -31,6 +31,8 @@ class Launcher(local.LocalLauncher):
 WRONG = """
 == has_two_exit_statuses: test_the_exit_status_of_the_ranks_is_returned
 Launcher.run(job): return min(super().run(job), 1)
+== joins_its_command: test_the_exit_status_of_the_ranks_is_returned: 's $HOME
+Launcher.run(job): return super().run(dataclasses.replace(job, command=["sh", "-c", " ".join(job.command)]))
 == tells_no_places: test_ranks_are_told_their_places
 class Launcher:
     def run(self, job):
@@ -43,6 +45,8 @@ Processes._start_ranks():
     local.MEETING = meeting
 == starts_afresh: test_ranks_and_producers_have_the_environment_of_who_runs_them
 Launcher.run(job): return super().run(dataclasses.replace(job, command=["env", "-i", *job.command]))
+== starts_in_a_folder_of_its_own: test_ranks_and_producers_have_the_environment_of_who_runs_them: relative
+Launcher.run(job): return super().run(dataclasses.replace(job, command=["env", "-C", "/", *job.command]))
 == never_restarts: test_ranks_of_which_one_is_killed_or_lost_another_start_again_all_together
 Launcher.run(job): return super().run(dataclasses.replace(job, restarts=0))
 == tries_once_more: test_a_rank_that_says_why_it_ended_is_not_started_again

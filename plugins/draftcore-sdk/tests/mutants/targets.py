@@ -6,10 +6,11 @@ from mutants import Mutants, one_file, wrong
 
 RIGHT = """
 import random
+from pathlib import Path
 
 import torch
 
-from draftcore_hf.target import TransformersModel, TransformersTarget
+from draftcore_hf.target import TransformersModel, TransformersTarget, file_digest
 
 class Model(TransformersModel):
     pass
@@ -34,6 +35,10 @@ Target.fingerprint(): return str(self.config.to_dict())
 Target.fingerprint(): return super().fingerprint() + self.path
 == knows_embedding_and_head_alone: test_its_fingerprint_is_that_of_its_weights: same target
 Target.fingerprint(): return str([x.sum() for x in (self.embedding(), self.head())])
+== is_known_by_its_weights_alone: test_its_fingerprint_is_that_of_its_weights: rms_norm_eps
+Target.fingerprint(): return "".join(map(file_digest, map(Path, sorted({*self.weight_files().values()}))))
+== is_known_by_its_first_file: test_its_fingerprint_is_that_of_its_weights: last file
+Target.fingerprint(): return str(self.config) + file_digest(Path(min(self.weight_files().values())))
 == has_any_layer: test_what_it_does_not_have_is_refused
 Target.require_layers(request): pass
 == turns_its_embedding: test_embedding_and_head_are_as_wide_as_its_states
@@ -50,6 +55,10 @@ Model.check(): pass
 Model.logits(hidden): return self.model.get_output_embeddings()(hidden)
 == checks_nothing: test_the_last_state_times_the_head_gives_its_own_logits: passes another head
 Model.check(): pass
+== is_left_in_training_mode: test_the_last_state_times_the_head_gives_its_own_logits
+Model.__init__(*given):
+    super().__init__(*given)
+    self.model.train()
 == norms_its_last_layer: test_features_are_those_asked_for: behind the final norm
 Model.run(*given, **inputs):
     taken = super().run(*given, **inputs)
@@ -128,6 +137,26 @@ Model.forward(cache, new, starts_B, span, request, *given):
     return request.select(found)
 == leaves_rubbish_in_its_cache: test_a_cached_forward_gives_what_a_whole_one_does
 Model.allocate(*given): return [[torch.empty_like(x) for x in kept] for kept in super().allocate(*given)]
+== gives_a_cache_that_is_in_use: test_a_cached_forward_gives_what_a_whole_one_does: is in use
+Model.allocate(*given): return self.__dict__.setdefault(f"{given}", super().allocate(*given))
+== looks_back_too_far: test_a_cached_forward_gives_what_a_whole_one_does: window is of 8 tokens
+class Model(Model):
+    def masks(self, *given):
+        config = self.spec.text_config
+        before = getattr(config, "sliding_window", None)
+        config.sliding_window = before and before + 1
+        masks = super().masks(*given)
+        config.sliding_window = before
+        return masks
+== does_not_look_back_far_enough: test_a_cached_forward_gives_what_a_whole_one_does: window is of 8 tokens
+class Model(Model):
+    def masks(self, *given):
+        config = self.spec.text_config
+        before = getattr(config, "sliding_window", None)
+        config.sliding_window = before and before - 1
+        masks = super().masks(*given)
+        config.sliding_window = before
+        return masks
 == reads_on_from_the_start: test_a_cached_forward_gives_what_a_whole_one_does
 Model.forward(cache, new, starts_B, *given): return super().forward(cache, new, starts_B * 0, *given)
 == keeps_what_was_taken_back: test_tokens_that_are_taken_back_leave_no_trace
