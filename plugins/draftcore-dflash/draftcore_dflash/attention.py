@@ -41,10 +41,11 @@ KeysValues = tuple[Tensor, Tensor]
 class Tiles(masks.Tiles):
     """The tiles of scores in which blocks see something, found from their anchors.
 
-    Keys are the context's, then those of the blocks. `anchor_BN` has the anchors of all slots.
+    Keys are those of a context, so long, then those of the blocks. `anchor_BN` has the anchors of all slots.
     """
 
     anchor_BN: Tensor
+    length: Tensor
 
     @classmethod
     def of_blocks(
@@ -70,12 +71,12 @@ class Tiles(masks.Tiles):
             context_BIJ = context_BIJ & (key_J + TILE > first_BI1 + 1 - window)
             whole_BIJ = whole_BIJ & (key_J > last_BI1 + block_size - 1 - window)
         partly_BIJ = (own_IJ | context_BIJ) & ~whole_BIJ
-        return cls(masks.listed(partly_BIJ, whole_BIJ), anchor_BN)
+        return cls(masks.listed(partly_BIJ, whole_BIJ), anchor_BN, torch.tensor(length))
 
     def of_rows(self, length: int, block_size: int, window: int | None, causal: bool) -> BlockMask:
         """Return them with what is seen within a tile, for FlexAttention."""
         queries = self.anchor_BN.shape[1] * block_size
-        rule = masks.blocks(self.anchor_BN, block_size, length, window=window, causal=causal)
+        rule = masks.blocks(self.anchor_BN, block_size, self.length, window=window, causal=causal)
         return self.mask(rule, (queries, length + queries))
 
 

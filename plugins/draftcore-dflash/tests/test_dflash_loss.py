@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,28 @@ def test_compiled_blocks_attend_by_flex_attention_as_by_one_softmax(
         torch.set_float32_matmul_precision(before)
     expected = plain_attention([t.double() for t in tensors], blocks, window, causal)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_batch_as_long_as_the_model_is_wide_is_compiled() -> None:
+    """Which fixes its length, that FlexAttention's rule reads."""
+    (length, slots), weight = (64, 64), torch.randn(64, 64)
+    anchors = torch.randint(1, length, (1, slots)).sort().values
+    blocks = Blocks.of(anchors, torch.ones(1, slots, dtype=torch.bool))
+    tiles = Tiles.of_blocks(blocks, (1, length), 4, None)
+    own, context_BTH = torch.randn(slots, 4, 4, 16), torch.randn(1, length, 64)
+
+    def attended(context_BTH: Tensor, own: Tensor, blocks: Blocks, tiles: Tiles) -> Tensor:
+        shape = context_BTH.shape[0], context_BTH.shape[1]
+        context = torch.unflatten(context_BTH @ weight, -1, (4, 16))
+        known: dict[str, Any] = {"causal": False, "dtype": own.dtype, "tiles": tiles}
+        mask = AttentionMask.of(blocks, shape, 4, window=None, **known)
+        return attend(own, (own, own), (context, context), mask)
+
+    with torch.no_grad():
+        compiled = torch.compile(attended, dynamic=True, fullgraph=True)
+        found, expected = (f(context_BTH, own, blocks, tiles) for f in (compiled, attended))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,14 @@ def documents(document_BT: Tensor) -> Rule:
 
 
 def blocks(
-    anchor_BN: Tensor, block_size: int, length: int, *, window: int | None = None,
+    anchor_BN: Tensor, block_size: int, length: int | Tensor, *, window: int | None = None,
     causal: bool = False,
 ) -> Rule:  # fmt: skip
     """Rows of blocks see the context before their block's anchor, and their own block.
 
     Queries are the rows of all N blocks of a sample; keys are its context, so long, and then these rows.
+    Of what is compiled `length` is a tensor: FlexAttention fails where a number is found to be fixed, as
+    the length of a batch that is as long as the model is wide.
     With a window a row sees so many positions, its own included; `causal` is about rows of one block.
     """
 
