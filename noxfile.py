@@ -767,22 +767,31 @@ def bounds(version: str) -> str:
 def floors(session: nox.Session) -> None:
     """The tests with the lowest versions that all dists allow, by hand: its torch is a CUDA build of GB.
 
-    `-- --dry-run` resolves and prints them, and installs nothing.
+    `-- torch==2.13.0` takes that version instead; `-- --dry-run` prints the versions, and installs none.
     """
-    wanted = Path(session.create_tmp()).resolve() / "wanted.txt"
-    wanted.write_text("\n".join(requirements()))
-    lowest = wanted.with_name("lowest.txt")
+    chosen = [word for word in session.posargs if "==" in word]
+    wanted, lowest = requirements(), Path(session.create_tmp()).resolve() / "lowest.txt"
+    file, override = lowest.with_name("wanted.txt"), lowest.with_name("override.txt")
+    file.write_text("\n".join(wanted))
+    override.write_text("\n".join(chosen))
     uv = str(packages(session, "uv", "uv>=0.9") / "bin" / "uv")
     options = ("--resolution", "lowest-direct", "--python", sys.executable, "-o", str(lowest))
-    session.run(uv, "pip", "compile", "-q", "--no-header", "--no-annotate", *options, str(wanted))
-    if session.posargs == ["--dry-run"]:
-        return session.log(lowest.read_text())
+    options += ("--override", str(override), "--no-header", "--no-annotate")
+    session.run(uv, "pip", "compile", "-q", *options, str(file))
+    # What these require in turn pip chooses, with a build of torch that it finds for this machine.
+    direct = {re.split("[=<>]", line)[0] for line in wanted}
+    lines = [n for n in lowest.read_text().splitlines() if n.partition("==")[0] in direct]
+    lowest.write_text("\n".join(lines))
+    session.log(lowest.read_text())
+    if "--dry-run" in session.posargs:
+        return
     pins = hashlib.sha256(lowest.read_bytes()).hexdigest()[:8]
     installs = f"--no-compile --ignore-installed -r {lowest}"
     folder = packages(session, f"floors-{pins}", installs)
     python = environment(session, "all-floors", *PLUGINS, under=(folder,))
     files = [f"plugins/{name}/tests" for name in PLUGINS]
-    pytest(session, python, *(session.posargs or (*files, "tests", "--ignore=tests/thirdparty")))
+    tests = [word for word in session.posargs if word not in chosen]
+    pytest(session, python, *(tests or (*files, "tests", "--ignore=tests/thirdparty")))
 
 
 @job(requires=["wheels"])
