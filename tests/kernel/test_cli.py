@@ -81,25 +81,10 @@ def test_the_listing_as_data_has_every_field_and_nothing_else(site: Site) -> Non
     site.plugin("bad", "import surely_missing")
     bad, good = json.loads(invoke(site, "list-plugins", "--json").output)["plugins"]
     assert good.pop("import_ms") > 0
-    assert good == {
-        "name": "good",
-        "dist": "draftcore-good",
-        "version": "0.1",
-        "origin": "",
-        "state": "ready",
-        "problem": "",
-        "fix": "",
-        "offers": [
-            {
-                "kind": "store",
-                "name": "good",
-                "capabilities": [],
-                "options": "",
-                "implementation": "",
-                "needs": "",
-                "examples": [],
-            }
-        ],
+    offer = {"kind": "store", "name": "good", "capabilities": [], "examples": []}
+    said = ("version", "0.1"), ("origin", ""), ("state", "ready"), ("problem", ""), ("fix", "")
+    assert good == {"name": "good", "dist": "draftcore-good", **dict(said)} | {
+        "offers": [{**offer, "options": "", "implementation": "", "needs": ""}],
         "hooks": ["describe", "feature_store"],
     }
     assert (bad["state"], bad["fix"]) == ("broken", "pip install surely_missing")
@@ -237,13 +222,9 @@ def test_ctrl_c_ends_a_verb_with_one_line_and_status_130(site: Site) -> None:
     site.plugin("polite", VERB.replace("raise KeyboardInterrupt", sleeps))
     root = str(Path(draftcore.__file__).parents[1])
     path = os.pathsep.join([str(site.folder), root, os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "draftcore", "greet", "never"],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [sys.executable, "-m", "draftcore", "greet", "never"], subprocess.PIPE
+    env = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)

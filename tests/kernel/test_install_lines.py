@@ -59,9 +59,8 @@ def test_a_checkout_is_completed_by_its_folders(site: Site, checkout: Path, edit
     lacking = "plugins/draftcore-eagle3 plugins/draftcore-absent"
     assert last_line(site, "algorithm", "eagle3") == f"{there} {lacking}"
     assert last_line(site, "target", "hf") == f"{there} -r requirements/standard.txt"
-    assert (
-        last_line(site, "store", "mooncake") == "pip install draftcore-mooncake"
-    )  # it has no such folder
+    # It has no such folder.
+    assert last_line(site, "store", "mooncake") == "pip install draftcore-mooncake"
     site.plugin("bad", "import surely_missing")
     with pytest.raises(UsageError, match=r"\n  pip install surely_missing$"):
         load_plugins(path=[str(site.folder)]).named("bad")
