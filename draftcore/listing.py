@@ -22,7 +22,7 @@ NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "ver
 @click.option("--check", is_flag=True, help="Exit with 1 if any plugin cannot be used.")
 @click.option("--available", is_flag=True, help="List what could be installed instead.")
 @click.pass_context
-def list_plugins(ctx: click.Context, as_json: bool, check: bool, available: bool) -> None:
+def list_plugins(ctx: click.Context, as_json: bool, check: bool, available: bool) -> Any:
     """List the plugins, with what they offer or what is wrong."""
     registry: Registry = ctx.obj
     if available:

@@ -138,6 +138,7 @@ def result(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    texts = made({dist: tried(dist) for dist in sys.argv[1:]})
-    for place, text in zip((DATA, PAGE), texts, strict=True):
-        place.write_text(text)
+    for dist in sys.argv[1:] or [""]:  # what was tried is kept, whatever ends it
+        texts = made({dist: tried(dist)} if dist else {})
+        for place, text in zip((DATA, PAGE), texts, strict=True):
+            place.write_text(text)

@@ -72,10 +72,10 @@ def test_the_catalogue_is_made_of_what_is_here_and_a_strangers_line_is_read_or_r
     line = {"category": "algorithm", "home": "https://example.org/echo"}
     (row,) = catalogue["others"]({"draftcore-echo": line})
     assert {"name": "draftcore-echo", **line}.items() <= row.items()
-    home = {**line, "home": "http://example.org"}
-    for wrong in ({"Echo": line}, {"echo": home}, {"echo": {}}, {"echo": {**line, "more": "1"}}):
+    wrong = [{"Echo": line}, {"echo": {"home": line["home"]}}, {"echo": {**line, "more": "1"}}]
+    for lines in (*wrong, {"echo": {**line, "home": "http://example.org"}}):
         with pytest.raises(ValueError, match=r"third-party\.toml: "):
-            list(catalogue["others"](wrong))
+            list(catalogue["others"](lines))
 
 
 def test_a_shell_completes_verbs_and_options() -> None:

@@ -90,7 +90,9 @@ def test_its_files_are_announced_and_its_metadata_says_what_it_imports(
     package = {f"draftcore_my_idea/{name}" for name in ("__init__.py", "plugin.py", "py.typed")}
     others = {"tests/test_conformance.py", "noxfile.py", "README.md", "CHANGELOG.md", "LICENSE"}
     others |= {"pyproject.toml", ".gitignore"}
-    assert package | others | {f".github/workflows/{n}.yml" for n in ("tests", "release")} <= {*files}
+    assert package | others | {f".github/workflows/{n}.yml" for n in ("tests", "release")} <= {
+        *files
+    }
     assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     for file in set(files) - {"LICENSE"}:
         assert not re.search("|".join(PLACEHOLDERS), file + (folder / file).read_text()), file

@@ -80,7 +80,7 @@ class Catalogue(BaseModel):
     def lines(self, registry: Any) -> Iterator[str]:
         """Yield a table of what is not installed, and how many are."""
         missing = [dist for dist in self.dists if not dist.installed]
-        rows = [HEADER]
+        rows: list[tuple[str, ...]] = [HEADER]
         for dist in missing:
             home = f"   # {one_line(dist.home, 200)}" * bool(dist.home)
             cells = dist.name, dist.category, dist.version, str(dist.suites)
@@ -95,7 +95,7 @@ def where(registry: Any) -> str:
     """Return the address of the catalogue that belongs to the installed core."""
     urls = metadata("draftcore").get_all("Project-URL") or []
     if sites := [url.removeprefix(LABEL) for url in urls if url.startswith(LABEL)]:
-        return sites[0]
+        return str(sites[0])
     origins = [plugin.origin for plugin in registry.plugins if plugin.dist == "draftcore"]
     for origin in origins:
         file = Path(origin.removeprefix("editable: ") or "/", "docs", "catalogue.json")
