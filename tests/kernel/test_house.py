@@ -65,13 +65,12 @@ def test_a_version_takes_what_is_unreleased_with_its_date() -> None:
 
 
 def test_the_catalogue_is_made_of_what_is_here_and_a_strangers_line_is_read_or_refused() -> None:
-    """`python docs/site/catalogue.py` writes it anew."""
     catalogue = runpy.run_path(str(ROOT / "docs" / "site" / "catalogue.py"))
     for name, text in zip(("catalogue.json", "catalogue.md"), catalogue["made"](), strict=True):
-        assert (ROOT / "docs" / name).read_text() == text, name
+        assert (ROOT / "docs" / name).read_text() == text, "python docs/site/catalogue.py"
     line = {"category": "algorithm", "home": "https://example.org/echo"}
-    (row,) = catalogue["others"]({"draftcore-echo": line})
-    assert {"name": "draftcore-echo", **line}.items() <= row.items()
+    (row,) = catalogue["others"]({"echo": line})
+    assert {"name": "echo", **line}.items() <= row.items()
     wrong = [{"Echo": line}, {"echo": {"home": line["home"]}}, {"echo": {**line, "more": "1"}}]
     for lines in (*wrong, {"echo": {**line, "home": "http://example.org"}}):
         with pytest.raises(ValueError, match=r"third-party\.toml: "):

@@ -44,9 +44,8 @@ def test_a_release_is_completed_by_names(site: Site) -> None:
     site.metadata("draftcore", {}, version="0.4.2")
     assert last_line(site, "algorithm", "eagle3") == "pip install draftcore-eagle3"
     assert last_line(site, "target", "hf") == "pip install 'draftcore[standard]'"
-    with pytest.raises(
-        UsageError, match=r"no observer 'wandb'\n.*\n  pip install draftcore-trackers$"
-    ):
+    said = r"no observer 'wandb'\n.*\n  pip install draftcore-trackers$"
+    with pytest.raises(UsageError, match=said):
         load_plugins(path=[str(site.folder)]).extras(["wandb"])
 
 
