@@ -75,7 +75,7 @@ def test_a_target_that_devices_cannot_share_is_refused_by_name(
     tmp_path: Path, family: str, shape: dict[str, Any], says: str
 ) -> None:
     pytest.importorskip("accelerate")
-    folder = tiny_target(tmp_path, family, **shape)
+    folder = tiny_target(tmp_path, family, **shape, vocab_size=260)
     target = TransformersTarget(str(folder), device="cpu", tensor_parallel=2)
     with pytest.raises(UsageError, match=f"shared by 2 devices.*{says}") as caught:
         LocalCapture(target, ALL)
