@@ -65,6 +65,13 @@ GROUPS = ("lint", "typing", "test", "release")
 QUICKSTART = "examples/quickstart/eagle3.yaml"
 CHANGELOG = ROOT / "CHANGELOG.md"
 LLMS = ROOT / "docs" / "llms.txt"
+CATALOGUE = (sys.executable, "docs/site/catalogue.py")  # needs no package
+SCHEMAS = {  # what GitHub reads, by the schemas that are published for it
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/[bi]*.yml",
+    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "citation-file-format": "CITATION.cff",
+}
 TIMES = ROOT / ".nox" / "times"
 PASSED = ROOT / "tests" / "passed"  # a file per engine
 RANDOM = "test_the_weights_are_the_same_whatever_befalls_machines_at_random_moments"
@@ -335,6 +342,7 @@ def passed(session: nox.Session) -> None:
     if not session.posargs:
         note = {"state": state(session.name), "date": time.strftime("%Y-%m-%d")}
         (PASSED / f"{session.name}.json").write_text(json.dumps(note) + "\n")
+        session.run(*CATALOGUE)
 
 
 def try_engine(session: nox.Session) -> None:
@@ -387,12 +395,19 @@ def tests(session: nox.Session) -> None:
 
 @job()
 def lint(session: nox.Session) -> None:
-    """ruff check and ruff format --check over the repository; docs/llms.txt is of these pages."""
+    """ruff over the repository; workflows and forms by their schemas; docs/llms.txt is of these pages."""
     python = base_python(session)
     session.run(python, "-m", "ruff", "check", ".")
     session.run(python, "-m", "ruff", "format", "--check", ".")
     if LLMS.read_text() != first_sentences():
         session.error("a page has another first sentence than docs/llms.txt says: nox -s llms")
+    schemas = str(
+        packages(session, "schemas", "check-jsonschema==0.39.0") / "bin" / "check-jsonschema"
+    )
+    for schema, files in SCHEMAS.items():
+        session.run(
+            schemas, f"--builtin-schema=vendor.{schema}", *map(str, sorted(ROOT.glob(files)))
+        )
 
 
 @job()
@@ -694,8 +709,8 @@ def release(session: nox.Session) -> None:
     for tag in session.posargs:
         if tag != f"v{one_version(session)}":
             session.error(f"the tag is {tag}, and the dists are {one_version(session)}")
-        if not re.search(rf"^## {tag[1:]} \(\d{{4}}-\d\d-\d\d\)$", CHANGELOG.read_text(), re.M):
-            session.error(f"CHANGELOG.md has no line `## {tag[1:]} (YEAR-MONTH-DAY)`")
+        if not re.search(rf"^## \[{tag[1:]}\] - \d{{4}}-\d\d-\d\d$", CHANGELOG.read_text(), re.M):
+            session.error(f"CHANGELOG.md has no {tag[1:]}: nox -s version -- {tag[1:]}")
     again = Path(session.create_tmp()).resolve() / "again"
     build(session, again)
     differ = filecmp.cmpfiles(DIST, again, os.listdir(DIST), shallow=False)[1:]
@@ -741,7 +756,7 @@ def one_version(session: nox.Session) -> str:
 
 @job()
 def version(session: nox.Session) -> None:
-    """Print the version of all dists; `-- 0.1.1` gives them all, and their pins and bounds, the next."""
+    """Print the version of all dists; `-- 0.1.1` makes it that, with pins, bounds, changelog, catalogue."""
     old = one_version(session)
     for new in session.posargs:
         moved = [(rf'^(version(?: =|:) "?){re.escape(old)}\b', rf"\g<1>{new}")]
@@ -754,7 +769,18 @@ def version(session: nox.Session) -> None:
             for pattern, by in moved if file in ours else moved[1:]:
                 text = re.sub(pattern, by, text, flags=re.MULTILINE)
             file.write_text(text)
+        CHANGELOG.write_text(dated(CHANGELOG.read_text(), new, time.strftime("%Y-%m-%d")))
+        session.run(*CATALOGUE)
     session.log(one_version(session))
+
+
+def dated(changelog: str, version: str, date: str) -> str:
+    """Move what is unreleased under this version, of this date; what comes again gets the date of then."""
+    heading = f"## [{version}] - {date}"
+    there = re.compile(rf"^## \[{re.escape(version)}\] - .*$", re.MULTILINE)
+    if there.search(changelog):
+        return there.sub(heading, changelog)
+    return changelog.replace("## [Unreleased]\n", f"## [Unreleased]\n\n{heading}\n", 1)
 
 
 def bounds(version: str) -> str:
@@ -767,22 +793,50 @@ def bounds(version: str) -> str:
 def floors(session: nox.Session) -> None:
     """The tests with the lowest versions that all dists allow, by hand: its torch is a CUDA build of GB.
 
-    `-- --dry-run` resolves and prints them, and installs nothing.
+    `-- torch==2.13.0` takes that version instead; `-- --dry-run` prints the versions, and installs none.
     """
-    wanted = Path(session.create_tmp()).resolve() / "wanted.txt"
-    wanted.write_text("\n".join(requirements()))
-    lowest = wanted.with_name("lowest.txt")
+    chosen = [word for word in session.posargs if "==" in word]
+    wanted, lowest = requirements(), Path(session.create_tmp()).resolve() / "lowest.txt"
+    file, override = lowest.with_name("wanted.txt"), lowest.with_name("override.txt")
+    file.write_text("\n".join(wanted))
+    override.write_text("\n".join(chosen))
     uv = str(packages(session, "uv", "uv>=0.9") / "bin" / "uv")
     options = ("--resolution", "lowest-direct", "--python", sys.executable, "-o", str(lowest))
-    session.run(uv, "pip", "compile", "-q", "--no-header", "--no-annotate", *options, str(wanted))
-    if session.posargs == ["--dry-run"]:
-        return session.log(lowest.read_text())
+    options += ("--override", str(override), "--no-header", "--no-annotate")
+    session.run(uv, "pip", "compile", "-q", *options, str(file))
+    # What these require in turn pip chooses, with a build of torch that it finds for this machine.
+    direct = {re.split("[=<>]", line)[0] for line in wanted}
+    lines = [n for n in lowest.read_text().splitlines() if n.partition("==")[0] in direct]
+    lowest.write_text("\n".join(lines))
+    session.log(lowest.read_text())
+    if "--dry-run" in session.posargs:
+        return
     pins = hashlib.sha256(lowest.read_bytes()).hexdigest()[:8]
     installs = f"--no-compile --ignore-installed -r {lowest}"
     folder = packages(session, f"floors-{pins}", installs)
     python = environment(session, "all-floors", *PLUGINS, under=(folder,))
     files = [f"plugins/{name}/tests" for name in PLUGINS]
-    pytest(session, python, *(session.posargs or (*files, "tests", "--ignore=tests/thirdparty")))
+    tests = [word for word in session.posargs if word not in chosen]
+    pytest(session, python, *(tests or (*files, "tests", "--ignore=tests/thirdparty")))
+
+
+@job(requires=["wheels"])
+def catalogue(session: nox.Session) -> None:
+    """Run `check-plugin` on all plugins but engines', ours and docs/third-party.toml's; write the catalogue.
+
+    `-- draftcore-eagle3 draftcore-echo` tries these dists.
+    """
+    engines = {f"draftcore-{file.stem}" for file in PASSED.glob("*.json")}
+    others = nox.project.load_toml(ROOT / "docs" / "third-party.toml")
+    chosen = session.posargs or [*sorted({*PLUGINS} - engines - {LIBRARY}), *others]
+    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    if ours := [name for name in chosen if name not in others]:
+        session.run(all_dists(session), *CATALOGUE[1:], *ours, env=env)
+    for name in (name for name in chosen if name in others):  # each beside our dists alone
+        python = environment(session, f"catalogue-{name}", "draftcore-sdk", LIBRARY)
+        newest = ("--upgrade", "-c", "constraints.txt", name)
+        session.run_install(*pip(python), *newest, success_codes=[0, 1])
+        session.run(python, *CATALOGUE[1:], name, env=env)
 
 
 @job(requires=["wheels"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from draftcore.errors import ExitStatus, UsageError
 from draftcore.plugins.dists import Plugin
 from draftcore.plugins.registry import Registry
 
-HEADER = ("NAME", "DIST", "VERSION", "STATE", "OFFERS")
 # Fields of a plugin.
 NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "verbs")
 
@@ -23,13 +20,16 @@ NOT_SHOWN = ("module", "loose", "requires", "kinds", "instance", "dropped", "ver
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print data instead of a table.")
 @click.option("--check", is_flag=True, help="Exit with 1 if any plugin cannot be used.")
-@click.pass_obj
-def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
+@click.option("--available", is_flag=True, help="List what could be installed instead.")
+@click.pass_context
+def list_plugins(ctx: click.Context, as_json: bool, check: bool, available: bool) -> Any:
     """List the plugins, with what they offer or what is wrong."""
-    plugins = registry.plugins
-    offered = Counter((o.kind, o.name) for plugin in registry.ready for o in plugin.offers)
-    clashes = []
-    for kind, name in (offer for offer, count in offered.items() if count > 1):
+    registry: Registry = ctx.obj
+    if available:
+        return ctx.invoke(registry.find("verb", "catalogue").verbs["catalogue"], as_json=as_json)
+    plugins, clashes = registry.plugins, []
+    offered = [(o.kind, o.name) for plugin in registry.ready for o in plugin.offers]
+    for kind, name in dict.fromkeys(offer for offer in offered if offered.count(offer) > 1):
         which, taken = [p.name for p in registry.ready if p.offer(kind, name)], "none"
         with suppress(UsageError):
             taken = f"that of {registry.find(kind, name)}"
@@ -39,16 +39,16 @@ def list_plugins(registry: Registry, as_json: bool, check: bool) -> None:
         data = [{k: v for k, v in vars(p).items() if k not in NOT_SHOWN} for p in plugins]
         click.echo(json.dumps({"plugins": data, "clashes": clashes}, indent=2, default=_plain))
     else:
-        rows = [HEADER, *(row for plugin in plugins for row in _rows(plugin))]
+        rows = [("NAME", "DIST", "VERSION", "STATE", "OFFERS")]
+        rows += (row for plugin in plugins for row in _rows(plugin))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
-        click.echo("\n".join(clashes), nl=bool(clashes))
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         slow = sorted(plugins, key=lambda plugin: -plugin.import_ms)
         times = (f"{plugin.name} {plugin.import_ms:.0f}" for plugin in slow if plugin.import_ms)
-        click.echo(f"imported in ms: {', '.join(times) or 'none'}")
+        lines += [*clashes, f"imported in ms: {', '.join(times) or 'none'}"]
+        click.echo("\n".join(lines))
     if check and (clashes or any(plugin.problem for plugin in plugins)):
-        sys.exit(ExitStatus.FAILED)
+        ctx.exit(ExitStatus.FAILED)
 
 
 def _plain(value: Any) -> Any:
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, frozenset) else vars(value) | {"needs": value.lacks()}
 
 
-def _rows(plugin: Plugin) -> list[tuple[str, ...]]:
+def _rows(plugin: Plugin) -> list[tuple[str, str, str, str, str]]:
     """Return a plugin's rows of the table; what is wrong, or lacks, and the fix stand in the last column."""
     offers = ", ".join(map(str, plugin.offers)) or f"hooks {', '.join(plugin.hooks)}"
     first = plugin.problem or f"{offers}   {from_here(plugin.origin)}"

@@ -1,10 +1,13 @@
 """What surrounds the code names what there is: workflows, forms, versions, shell completion."""
 
+import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,11 +45,36 @@ def test_forms_are_whole_and_versions_are_those_of_the_project() -> None:
     projects = [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
     (version,) = {tomllib.loads(file.read_text())["project"]["version"] for file in projects}
     assert version == yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
-    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings.pop(0) == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", line) for line in headings)
     pythons = yaml.safe_load(WORKFLOWS["tests"].read_text())["jobs"]["tests"]["strategy"]["matrix"]
     project = tomllib.loads(projects[0].read_text())["project"]
     named = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
     assert (named, project["requires-python"]) == (pythons["python"], f">={named[0]}")
+
+
+def test_a_version_takes_what_is_unreleased_with_its_date() -> None:
+    (dated,) = (part for part in ast.parse(NOXFILE).body if getattr(part, "name", "") == "dated")
+    names: dict[str, Any] = {"re": re}
+    exec(compile(ast.Module([dated], []), "noxfile.py", "exec"), names)
+    text = "# Changelog\n\n## [Unreleased]\n\n- new\n\n## [0.1.0] - 2026-12-01\n\n- old\n"
+    new = names["dated"](text, "0.1.1", "2026-12-24")
+    assert new == text.replace("[Unreleased]\n", "[Unreleased]\n\n## [0.1.1] - 2026-12-24\n")
+    assert names["dated"](new, "0.1.1", "2026-12-25") == new.replace("-24", "-25")
+
+
+def test_the_catalogue_is_made_of_what_is_here_and_a_strangers_line_is_read_or_refused() -> None:
+    catalogue = runpy.run_path(str(ROOT / "docs" / "site" / "catalogue.py"))
+    for name, text in zip(("catalogue.json", "catalogue.md"), catalogue["made"](), strict=True):
+        assert (ROOT / "docs" / name).read_text() == text, "python docs/site/catalogue.py"
+    line = {"category": "algorithm", "home": "https://example.org/echo"}
+    (row,) = catalogue["others"]({"echo": line})
+    assert {"name": "echo", **line}.items() <= row.items()
+    wrong = [{"Echo": line}, {"echo": {"home": line["home"]}}, {"echo": {**line, "more": "1"}}]
+    for lines in (*wrong, {"echo": {**line, "home": "http://example.org"}}):
+        with pytest.raises(ValueError, match=r"third-party\.toml: "):
+            list(catalogue["others"](lines))
 
 
 def test_a_shell_completes_verbs_and_options() -> None:

@@ -44,9 +44,8 @@ def test_a_release_is_completed_by_names(site: Site) -> None:
     site.metadata("draftcore", {}, version="0.4.2")
     assert last_line(site, "algorithm", "eagle3") == "pip install draftcore-eagle3"
     assert last_line(site, "target", "hf") == "pip install 'draftcore[standard]'"
-    with pytest.raises(
-        UsageError, match=r"no observer 'wandb'\n.*\n  pip install draftcore-trackers$"
-    ):
+    said = r"no observer 'wandb'\n.*\n  pip install draftcore-trackers$"
+    with pytest.raises(UsageError, match=said):
         load_plugins(path=[str(site.folder)]).extras(["wandb"])
 
 
@@ -59,9 +58,8 @@ def test_a_checkout_is_completed_by_its_folders(site: Site, checkout: Path, edit
     lacking = "plugins/draftcore-eagle3 plugins/draftcore-absent"
     assert last_line(site, "algorithm", "eagle3") == f"{there} {lacking}"
     assert last_line(site, "target", "hf") == f"{there} -r requirements/standard.txt"
-    assert (
-        last_line(site, "store", "mooncake") == "pip install draftcore-mooncake"
-    )  # it has no such folder
+    # It has no such folder.
+    assert last_line(site, "store", "mooncake") == "pip install draftcore-mooncake"
     site.plugin("bad", "import surely_missing")
     with pytest.raises(UsageError, match=r"\n  pip install surely_missing$"):
         load_plugins(path=[str(site.folder)]).named("bad")

@@ -33,7 +33,10 @@ def test_a_line_has_means_of_its_steps_by_position_and_the_time_left(
             progress.show(step, {"": m})
     line = r"training {}/6  mean loss {}  acceptance rate 0 0.1 0.2 .* 0.9 1  epoch {}  {} tokens/s"
     wanted = rf"{line}  [\d:]+ left\n".format
-    assert re.fullmatch(wanted(2, 9, 1, 150) + wanted(4, 21, 2, 350), capsys.readouterr().err)
+    lines = wanted(2, 9, 1, 150) + wanted(4, 21, 2, 350)
+    assert re.fullmatch(
+        rf"{lines}\n?", capsys.readouterr().err
+    )  # rich before 14.3 adds an empty one
 
 
 def test_80_columns_show_bar_count_time_left_and_every_draft() -> None:

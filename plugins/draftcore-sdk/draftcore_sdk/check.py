@@ -63,7 +63,7 @@ AROUND: Mapping[str, tuple[Kind, str]] = {
     "runner": ("runner", "eager"), "graph_backend": ("graph", "recording"),
     "graph_plugin": ("graph-plugin", "tbo"),
 }  # fmt: skip
-UNASKED = "verb", "observer", "memory"  # offers of ours, or of the suites `plugin` and `observer`
+UNASKED = "verb", "observer", "memory", "ranks"  # ours alone, or of the suites `plugin`, `observer`
 UNTRIED = {"disagg_row", "build_disagg_draft_input", "read_export"}  # around an algorithm's
 # What is shown of several cases of one test is the first of these.
 SHOWN = {"failed": "FAIL", "xfailed": "xfail", "passed": "ok", "skipped": "skipped"}

@@ -47,8 +47,7 @@ LONGEST = 24  # a longer name would push lines of the written code over its form
 def new_plugin(registry: Registry, name: str, kind: str, out: Path) -> None:
     """Write a plugin of your own that works and passes its tests.
 
-    It is a small distribution, yours to change from there. Nothing is installed; the commands for
-    that are printed.
+    It is a small repository, yours to change from there. Nothing is installed; what to do is printed.
     """
     name = plugin_name(name)
     require_free(name, kind, registry)
@@ -105,7 +104,8 @@ def render(name: str, kind: str) -> dict[str, str]:
     for part in (TEMPLATES / kind, TEMPLATES / "common"):
         for template in part.rglob("*.txt"):
             path = fill(template.relative_to(part).as_posix().removesuffix(".txt"))
-            files[path] = files.get(path, "") + fill(template.read_text(encoding="utf-8"))
+            text = template.read_text(encoding="utf-8")
+            files[path] = files.get(path, "") + (text if path == "LICENSE" else fill(text))
     return dict(sorted(files.items()))
 
 

@@ -162,7 +162,7 @@ def test_the_report_as_data_and_with_tracebacks(loose: Loose) -> None:
 
 def test_there_is_a_suite_for_every_kind() -> None:
     load_plugins().bring()
-    kinds = {*NEEDED} - {"ranks", *check.UNASKED}  # ours are the only ranks
+    kinds = {*NEEDED} - {*check.UNASKED}
     assert check.SUITE_OF.keys() == {"plugin", "wrapper", "observer", *kinds}
     assert {"algorithm", *(kind for kind, *_ in check.AROUND.values())} == kinds
     known = check.WRAPPED | check.OBSERVED | check.UNTRIED | check.AROUND.keys()

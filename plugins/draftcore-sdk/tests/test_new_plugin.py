@@ -88,9 +88,13 @@ def test_its_files_are_announced_and_its_metadata_says_what_it_imports(
     assert announced.splitlines()[1:] == [f"  {file}" for file in files]
     assert [line.split()[0] for line in commands.splitlines()] == ["pip", "draftcore", "python"]
     package = {f"draftcore_my_idea/{name}" for name in ("__init__.py", "plugin.py", "py.typed")}
-    others = {"tests/test_conformance.py", ".github/workflows/tests.yml", "noxfile.py"}
-    assert package | others | {"README.md", "pyproject.toml", ".gitignore"} <= set(files)
-    for file in files:
+    others = {"tests/test_conformance.py", "noxfile.py", "README.md", "CHANGELOG.md", "LICENSE"}
+    others |= {"pyproject.toml", ".gitignore"}
+    assert package | others | {f".github/workflows/{n}.yml" for n in ("tests", "release")} <= {
+        *files
+    }
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    for file in set(files) - {"LICENSE"}:
         assert not re.search("|".join(PLACEHOLDERS), file + (folder / file).read_text()), file
     run = {"run": "x", "target": {"path": "x"}, "algorithm": {"name": "x"}}
     for text in re.findall(r"```yaml\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL):

@@ -160,6 +160,29 @@ def plan(
         click.echo(f"{name:24}  {value}")
 
 
+@click.command()
+@click.argument("place", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print it as data, with what is installed.")
+@click.pass_obj
+def catalogue(registry: Any, place: str | None, as_json: bool) -> None:
+    """List the distributions that could be installed, and how.
+
+    Each has its category, its version and what the conformance suites said of it. PLACE is a file or an
+    address of http; without it the catalogue is that of the project's site, or of the checkout that the
+    core was installed from.
+    """
+    import json
+
+    from draftcore_tools.catalogue import read, where
+
+    found = read(place or where(registry))
+    if as_json:
+        data = [{**dist.model_dump(), "installed": dist.installed} for dist in found.dists]
+        click.echo(json.dumps(data, indent=1))
+    for line in () if as_json else found.lines(registry):
+        click.echo(line)
+
+
 @hookimpl
 def describe() -> Sequence[Offer]:
     one_row = Offer("samples", "one-row", options="draftcore_tools.one_row:OneRowOptions")
@@ -182,4 +205,4 @@ def step_memory(draft: OpenDraft, masks: Sequence[Tensor]) -> Sequence[int]:
 
 @hookimpl
 def commands() -> Sequence[click.Command]:
-    return [verify, overfit, config, plan]
+    return [verify, overfit, config, plan, catalogue]
