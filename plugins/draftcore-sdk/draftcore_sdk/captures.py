@@ -373,9 +373,7 @@ class CaptureSuite(Suite):
 
         with suppress(Exception):
             list(capture.features(broken()))
-            pytest.fail(
-                "the batches ended by an error, which was lost: features end as if all came"
-            )
+            pytest.fail("an error ended the batches, and features end as if all had come")
 
     @torch.enable_grad()
     def test_capturing_changes_nothing_that_training_reads(self, open_capture: Open) -> None:

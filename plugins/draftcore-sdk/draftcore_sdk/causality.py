@@ -14,8 +14,9 @@ import torch
 
 from draftcore.contracts.algorithm import Draft, Sample
 from draftcore.errors import DraftcoreError
+from draftcore_sdk.drafting import LENGTHS, Told
 from draftcore_sdk.suite import Suite, once
-from draftcore_sdk.workbench import UNHEARD, Bench, as_ratio
+from draftcore_sdk.workbench import SPECIAL, UNHEARD, VOCABULARY, Bench, as_ratio
 
 TOKENS, LEARNED = 24, range(12, 16)  # of a text, and those of them that the loss mask has
 LONG, PART, SEEDS = 160, 40, 8  # tokens of a longer one and of its parts; how often is drawn
@@ -47,20 +48,23 @@ class Causality(Suite):
                 "a row or a mask reads too far, or attention is not causal"
             )
 
-    def test_rows_may_be_of_more_than_512_tokens_and_of_one(self, bench: Bench) -> None:
+    @torch.no_grad()
+    def test_rows_may_be_of_more_than_4096_tokens_and_of_one(self, bench: Bench) -> None:
         """The end of a long one counts, and one that predicts nothing adds nothing."""
-        length = len(bench.texts[0].token_ids_T)
-        long = learning(bench.texts[0], length, range(length - 4, length))
         one = learning(bench.texts[1], 1, range(1))
         assert math.isfinite(self._loss(bench, one)), "of a row of one token the loss is not finite"
-        alone, both = self._loss(bench, long), self._loss(bench, one, long)
-        assert alone != 0, f"the loss is 0 of a row of {length} tokens: its end does not count"
+        for text in (bench.text([0, 1, 2] * 45), bench.texts[0]):
+            length = len(text.token_ids_T)
+            long = learning(text, length, range(length - 4, length))
+            alone = self._loss(bench, long)
+            assert alone != 0, f"the loss is 0 of a row of {length} tokens: its end does not count"
+        both = self._loss(bench, one, long)
         same = math.isclose(alone, both, rel_tol=1e-5)
         assert same, f"a row of one token makes {both:.6g} of a loss of {alone:.6g}"
 
     @once
     def test_every_part_of_a_long_text_is_learned(self, bench: Bench) -> None:
-        """Where what is learned of a text is drawn, by one seed or another."""
+        """Where what is learned of a text is drawn, by one seed or another; of any token it can draft."""
         text = learning(bench.texts[0], LONG, range(LONG))
 
         def loss(text: Sample, seed: int) -> float:
@@ -74,6 +78,15 @@ class Causality(Suite):
             counts = any(loss(text, seed) != loss(less, seed) for seed in range(SEEDS))
             part = f"tokens {start} to {start + PART - 1} of a text of {LONG}"
             assert counts, f"{part} are never learned, by {SEEDS} seeds: choose among all of them"
+        drawn = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS).propose(1.0).probs_BKV
+        assert drawn is not None
+        few = learning(bench.texts[0], LONG, range(PART, PART + 9))
+        for token in (0, *range(SPECIAL, VOCABULARY)):
+            tokens_T = few.token_ids_T.masked_fill(few.loss_mask_T, token)
+            alike = dataclasses.replace(few, token_ids_T=tokens_T)
+            counts = any(loss(alike, seed) for seed in range(SEEDS))
+            said = f"token {token} is never learned: is it what masked labels are, or ignored?"
+            assert counts or not (drawn[..., token] > 0).any(), said
 
     def test_a_held_out_loss_has_no_noise(self, bench: Bench) -> None:
         """Of one token to be learned there is nothing to choose: what the seed changes is noise."""
@@ -94,9 +107,7 @@ def learning(text: Sample, tokens: int, learned: range) -> Sample:
     places_T = torch.arange(tokens)
     mask_T = (places_T >= learned.start) & (places_T < learned.stop)
     features = {name: value[:tokens] for name, value in text.features.items()}
-    return dataclasses.replace(
-        text, token_ids_T=text.token_ids_T[:tokens], loss_mask_T=mask_T, features=features
-    )
+    return Sample(text.id, text.token_ids_T[:tokens], mask_T, features)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from draftcore.contracts.algorithm import Drafter, Proposal, Sample
+from draftcore.errors import UsageError
 from draftcore_sdk.plain import open_target
 from draftcore_sdk.suite import Suite, once
 from draftcore_sdk.workbench import VOCABULARY, Bench, global_seed, require_same_bits, snapshot
@@ -46,6 +48,10 @@ class Drafting(Suite):
         assert why is None, why
 
     def test_proposals_have_shapes_and_probabilities_as_they_must(self, bench: Bench) -> None:
+        if hasattr(bench.options, "num_drafts"):
+            with suppress(UsageError):
+                alone = bench.chosen(num_drafts=1).drafter(bench.noisy)
+                Told(alone, bench.texts, LENGTHS).drafts()
         told = Told(bench.drafter(bench.noisy), bench.texts, LENGTHS)
         assert told.propose().probs_BKV is None, "greedy proposals have no probabilities"
         drawn = told.propose(0.8)
@@ -128,13 +134,11 @@ class Drafting(Suite):
             )
 
     @once
-    def test_a_part_of_the_vocabulary_is_that_of_the_most_frequent_tokens(
-        self, bench: Bench
-    ) -> None:
+    def test_a_part_of_the_vocabulary_is_of_the_most_frequent_tokens(self, bench: Bench) -> None:
         """By the counts of the data, of which the rarest come first here."""
         counts = {number * 101 % VOCABULARY: 1 + number for number in range(VOCABULARY)}
         data = dataclasses.replace(bench.summary, token_counts=counts)
-        drafter = bench.drafter(bench.shaken(0.1, data))
+        drafter = bench.drafter(bench.shaken(0.1, data=data))
         drawn = Told(drafter, bench.texts, LENGTHS).propose(1.0)
         assert drawn.probs_BKV is not None
         drawable_BKV = drawn.probs_BKV > 0
@@ -177,14 +181,14 @@ class Drafting(Suite):
         Of the first, and of the second where the first is the same.
         """
         told = Told(bench.drafter(bench.noisy), bench.texts * 32, LENGTHS * 32)
-        plain, half = told.drafts(1.0), told.drafts(0.5)
-        for at in range(1 + bool((plain.parents_BK[0, 1:2] == 0).any())):
-            same_B = (plain.drawn_BN[:, :at] == half.drawn_BN[:, :at]).all(1)
-            p, found = (one.probs_BKV[same_B, at].double() for one in (plain, half))
-            gap = nats(found, p.square() / p.square().sum(-1, keepdim=True))
-            assert gap < NATS, (
-                f"for draft {at} a temperature of 0.5 is another one by {gap:.2g} nats"
-            )
+        for hot in (1.0, 0.2):
+            plain, half = told.drafts(hot), told.drafts(hot / 2)
+            for at in range(1 + bool((plain.parents_BK[0, 1:2] == 0).any())):
+                same_B = (plain.drawn_BN[:, :at] == half.drawn_BN[:, :at]).all(1)
+                p, found = (one.probs_BKV[same_B, at].double() for one in (plain, half))
+                gap = nats(found, p.square() / p.square().sum(-1, keepdim=True))
+                said = f"temperature {hot / 2} is another one by {gap:.2g} nats, for draft {at}"
+                assert gap < NATS, said
 
     @once
     def test_draws_come_from_the_generator_that_is_given(self, bench: Bench) -> None:

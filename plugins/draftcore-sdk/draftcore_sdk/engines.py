@@ -140,8 +140,7 @@ def require_rounds(engine: Engine, right: Sequence[Decoded]) -> None:
             kept = len(answer.tokens) - 1 - answer.rounds
             fits = list(by_position) == sorted(by_position, reverse=True)
             fits &= len(by_position) <= DRAFTS and sum(by_position) >= kept
-            told = f"it says that {by_position} were accepted, and {kept} drafts are in its answer"
-            assert fits, told
+            assert fits, f"it says that {by_position} were accepted, its answer has {kept} drafts"
 
 
 def children(process: str = "self") -> set[str]:

@@ -92,9 +92,7 @@ class HandingOver(Suite):
                 last_tokens=tokens_B.to("meta"), future_map=Log(), **given
             )
         except (DraftcoreError, RuntimeError) as error:
-            pytest.fail(
-                f"it reads numbers of the rows or makes tensors elsewhere than there: {error}"
-            )
+            pytest.fail(f"it reads numbers of the rows, or makes tensors elsewhere: {error}")
         others = [name for name, tensor in vars(found).items() if tensor.device.type != "meta"]
         assert not others, f"made elsewhere than where the rows lie: {', '.join(others)}"
 

@@ -183,17 +183,14 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(
-        self, x_BTH: Tensor, positions_BT: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor:
+    def forward(self, x_BTH: Tensor, positions_BT: Tensor, mask: Any, cache: Any) -> Tensor:
         projections: Any = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (p(x_BTH).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
         q, k = (self.turned(x, positions_BT) for x in (self.q_norm(q), self.k_norm(k)))
         if cache is not None:
             k, v = cache.update(k, v, self.at)
-        attended = functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=True
-        )
+        attend, causal = functional.scaled_dot_product_attention, mask is None
+        attended = attend(q, k, v, mask, is_causal=causal, enable_gqa=True)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 

@@ -19,9 +19,7 @@ class PromptsSuite(Suite):
     def prompts_uri(self) -> str:
         offer = offer_of(self.plugin, "prompts", self.name)
         if {"hub", "place"} & offer.capabilities:
-            pytest.skip(
-                "only its author can say where it lies: override prompts_uri, or give --uri"
-            )
+            pytest.skip("only its author can say where it is: override prompts_uri, or give --uri")
         return offer.name
 
     def opened_at(self, uri: str) -> Sequence[Prompt]:

@@ -18,6 +18,7 @@ import pytest
 
 from draftcore_sdk import limits
 
+WIDE = 600  # letters of a line that are shown, and lines
 ORDER = ("passed", "skipped", "xfailed", "failed")
 
 
@@ -25,9 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report-to", type=int, required=True, help="file descriptor to write to")
     parser.addoption("--end-with", type=int, required=True, help="descriptor that the reader holds")
     parser.addoption("--limit", type=float, required=True, help="seconds that a test may take")
-    parser.addoption(
-        "--quick", action="store_true", help="leave out slow tests and further options"
-    )
+    parser.addoption("--quick", action="store_true", help="no slow tests, no further options")
     parser.addoption("--only", default="", help="part of the names of the tests to run")
 
 
@@ -119,5 +118,6 @@ def explain(report: pytest.TestReport | pytest.CollectReport) -> dict[str, str]:
     message = crash.message if crash else report.longreprtext.strip().splitlines()[-1]
     for prefix in ("AssertionError: ", "Failed: ", "E   "):
         message = message.removeprefix(prefix)
+    message = "\n".join(line[:WIDE] for line in message.splitlines()[:WIDE])
     where = f"{crash.path}:{crash.lineno}" if crash else ""
     return {"message": message, "where": where, "traceback": report.longreprtext}

@@ -594,9 +594,8 @@ class StoreSuite(Suite):
         assert found == written, "another process reads another manifest"
         if "shared" in self.capabilities:
             now = store.read_manifest()
-            assert now == {"a": 1}, (
-                f"another process wrote a manifest, and who wrote before has {now}"
-            )
+            said = "another process wrote a manifest, and who wrote before has"
+            assert now == {"a": 1}, f"{said} {now}"
         store.close()
         last = cast(DurableStore, open_store()).read_manifest()
         assert last == {"a": 1}, f"another process wrote the manifest, and it is {last}"

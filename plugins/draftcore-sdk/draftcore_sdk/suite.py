@@ -47,8 +47,7 @@ class Suite:
     name: ClassVar[str] = ""  # the offer under test; the plugin's only one of the kind if empty
     options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
     loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
-    # Seconds of a test on a quiet machine; more where an engine starts.
-    limit: ClassVar[float] = LIMIT
+    limit: ClassVar[float] = LIMIT  # seconds of a test on a quiet machine; of engines more
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -33,9 +33,7 @@ def watched(results: Iterable[Result]) -> Iterator[Result]:
     "--uri",
     help="Of a store or channel that needs another than NAME:{tmp}; {tmp} is a fresh folder.",
 )
-@click.option(
-    "--each", is_flag=True, help="Try every boolean or literal option's other values, too."
-)
+@click.option("--each", is_flag=True, help="Try every boolean or literal option's other values.")
 @click.option(
     "--quick", is_flag=True, help="Leave out slow tests, say which; try one set of options: ~10 s."
 )

@@ -46,17 +46,19 @@ from draftcore.contracts.offers import Offer
 from draftcore.contracts.target import TargetModel, TargetSpec
 from draftcore_sdk import plain
 from draftcore_sdk.internals import build_optimizer, scale_and_clip, type_error
+from draftcore_sdk.suite import bound
 
 LAYERS, GROWTH, ANSWER = 12, 1.5, 10
-VOCABULARY = 259  # of bytes and three special tokens
+SPECIAL, VOCABULARY = 256, 259  # of bytes, and with three special tokens
 # Most matrices are square: who transposes an export of such has the right shapes.
 SHAPE: Mapping[str, Any] = {
     "num_hidden_layers": LAYERS, "head_dim": 12, "intermediate_size": 48,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 8192,
 }  # fmt: skip
 UNHEARD = 8  # numbers of the last hidden state that the target's head does not read
 # Their answers begin with one or two tokens in common: features have to tell which one follows.
 QUESTIONS = ("a1", "c1", "c6")
+Tensors = Mapping[str, Tensor]
 STEPS, RATE, SEED = 30, 0.01, 7
 LONGEST = 3 * STEPS  # steps after which a draft has learned what it can
 GREEDY = EvalOptions(max_new_tokens=ANSWER, batch=len(QUESTIONS))
@@ -159,6 +161,13 @@ class Bench:
     data: Mapping[str, Any]  # the options as a run's YAML has them
     loose: Sequence[Path]  # the files of plugins that are not installed
     extras: Sequence[str] = ()  # installed wrappers and observers
+    plugin: str = ""  # what offers it, as a suite says
+
+    def chosen(self, **options: Any) -> Bench:
+        """Return the bench with other values of options."""
+        data = {**self.data, **options}
+        own = bound(self.plugin, "algorithm", self.offer.name, data)
+        return dataclasses.replace(self, hook=own.hook, options=own.options, data=data)
 
     def require(self, capability: str) -> None:
         if capability not in self.offer.capabilities:
@@ -245,9 +254,9 @@ class Bench:
         """A fresh draft, as a run with this seed builds it."""
         return self._made("build_draft", target, seed, data=data or self.summary)
 
-    def read(self, folder: Path) -> Draft:
+    def read(self, folder: Path, target: TargetSpec | None = None) -> Draft:
         """A draft that was exported."""
-        return self._made("import_draft", None, SEED, folder=folder)
+        return self._made("import_draft", target, SEED, folder=folder)
 
     def _made(self, hook: str, target: TargetSpec | None, seed: int, **given: Any) -> Draft:
         given |= {"target": target or self.example.spec, "options": self.options}
@@ -268,9 +277,9 @@ class Bench:
         draft.module.eval()
         return draft
 
-    def shaken(self, width: float, data: DataSummary | None = None) -> Draft:
+    def shaken(self, width: float, **of: Any) -> Draft:
         """Build a draft with noise on all that is trained: fresh weights are small, and norms 1."""
-        draft = self.build(data=data)
+        draft = self.build(**of)
         with global_seed(SEED), torch.no_grad():
             for weight in trainable(draft).values():
                 weight.add_(torch.randn_like(weight), alpha=width)
@@ -282,10 +291,10 @@ class Bench:
 
     def output(
         self, draft: Draft, batch: DraftBatch, step: int = STEPS // 2, seed: int = SEED,
-        training: bool = True,
+        training: bool = True, total: int = STEPS,
     ) -> StepOutput:  # fmt: skip
         """What the algorithm returns as the loss."""
-        context = StepContext(step, STEPS, seed, training)
+        context = StepContext(step, total, seed, training)
         given: Any = {"context": context, "options": self.options}
         return self.hook.forward_loss(draft=draft, batch=batch, **given)
 
@@ -307,11 +316,11 @@ class Bench:
         """The loss of the varied samples in one piece."""
         return self.measure(self.batch)
 
-    def train(self, draft: Draft, steps: int = LONGEST) -> list[float]:
-        """Train on the learned samples, all of them at every step; return the losses."""
+    def train(self, draft: Draft, steps: int = LONGEST, samples: Any = ()) -> list[float]:
+        """Train on these samples, or the learned ones, all of them at every step; return the losses."""
         optimizer = build_optimizer(draft.parameter_groups, weight_decay=0.0, betas=(0.9, 0.999))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        batch, losses = self.collate(self.learned), list[float]()
+        batch, losses = self.collate(samples or self.learned), list[float]()
         for step in range(steps):
             output = self.loss(draft, batch, min(step + 1, STEPS))
             output.numerator.backward()  # type: ignore[no-untyped-call]
@@ -394,9 +403,7 @@ def snapshot(draft: Draft) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def require_same_bits(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], said: str = ""
-) -> None:
+def require_same_bits(found: Tensors, expected: Tensors, said: str = "") -> None:
     """Compare dtype, shape and every bit."""
     odd = sorted(found.keys() ^ expected.keys())
     assert not odd, f"{said}there are other tensors: {odd}"
@@ -405,9 +412,8 @@ def require_same_bits(
         assert forms[0] == forms[1], f"{said}{name} is {forms[0]}, not {forms[1]}"
         places = (found[name] != tensor).nonzero().tolist()
         if places:
-            pytest.fail(
-                f"{said}{name}: {len(places)} of {tensor.numel()} values differ, first at {places[0]}"
-            )
+            said += f"{name}: {len(places)} of {tensor.numel()} values differ"
+            pytest.fail(f"{said}, first at {places[0]}")
 
 
 def require_same_output(found: StepOutput, expected: StepOutput, said: str) -> None:

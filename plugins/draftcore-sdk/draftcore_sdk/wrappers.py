@@ -44,14 +44,15 @@ class Around(Suite):
         base = tmp_path_factory.getbasetemp()
         small, example = small_algorithm(base), Example.of(base / "algorithm-suite")
         mine = [p.name for p in load_plugins().plugins if p.module == cls.plugin and not cls.loose]
-        own = bound(f"{small.stem} {cls.plugin}", "algorithm")
+        plugin = f"{small.stem} {cls.plugin}"
+        own = bound(plugin, "algorithm")
         kept = {"layout:serving", *cls.capabilities}
         if not {"forward_loss", "collate"}.intersection(hooks_of(cls.plugin)):
             kept.add("cross_entropy")
         offer = dataclasses.replace(own.offer, capabilities=frozenset(kept))
         files, folder = [small], tmp_path_factory.mktemp("runs")
         files += [cls.loose] if cls.loose else []
-        return Bench(own.hook, offer, own.options, example, folder, {}, files, mine)
+        return Bench(own.hook, offer, own.options, example, folder, {}, files, mine, plugin)
 
 
 class WrapperSuite(Around, AlgorithmSuite):
@@ -100,8 +101,7 @@ class ObserverSuite(Around):
         for thread in set(threading.enumerate()) - threads:
             thread.join(0 if thread.daemon else 5)
             ends = thread.daemon or not thread.is_alive()
-            said = f"the thread {thread.name!r} is no daemon, and a run does not end before it"
-            assert ends, said
+            assert ends, f"a run waits for the thread {thread.name!r}, which is no daemon"
 
     @slow
     def test_a_run_with_it_is_the_run_without_it(self, bench: Bench) -> None:
