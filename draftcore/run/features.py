@@ -59,7 +59,7 @@ def requested_features(run: Run) -> FeatureRequest:
     return functools.reduce(FeatureRequest.union, requests)
 
 
-def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Features:
+def open_features(run: Run, role: Role | Literal["capture"]) -> Features:
     """Say what is captured, and open the store that the run names, if any.
 
     A durable store's wider request takes the place of what the drafts ask for. Raises UsageError for
