@@ -336,13 +336,13 @@ class DraftRun(OpenDraft):
         return opened
 
     def request(self) -> FeatureRequest:
-        """The features that this draft trains on, in the run's dtype if it sets one."""
+        """Return the features that this draft trains on, in the run's dtype if it sets one."""
         hook, dtype = self.algorithm.hook, self.config.capture.dtype
         request = hook.feature_request(target=self.run.target, options=self.options)
         return request if dtype == "auto" else dataclasses.replace(request, dtype=dtype)
 
     def build(self, summary: DataSummary) -> Draft:
-        """A fresh draft in fp32; the same seed and summary give the same bits."""
+        """Build a fresh draft in fp32; the same seed and summary give the same bits."""
         torch.manual_seed(self.config.train.seed)
         hook, target = self.algorithm.hook, self.run.target
         return hook.build_draft(target=target, data=summary, options=self.options)
@@ -359,7 +359,7 @@ class DraftRun(OpenDraft):
 
 
 def changed_options(options: BaseModel | None) -> dict[str, Any]:
-    """The options that change features, where they are not at their defaults."""
+    """Return the options that change features, where they are not at their defaults."""
     if options is None:
         return {}
     neutral, same = set[str](), SAME_FEATURES.items()
@@ -391,5 +391,5 @@ def differences(ours: str, theirs: str, whose: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A setting for reading; one that is not set is at its default."""
+    """Write a setting for people; one that is not set is at its default."""
     return "as by default" if value is None else json.dumps(value)

@@ -50,13 +50,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 @dataclass(frozen=True)
 class Size:
-    """What a forward multiplies tokens with, and reads: parameters of 16 bits.
+    """What a forward multiplies tokens with, and reads.
 
     `experts` is the share of the parameters that are experts', of which a token takes the share `taken`;
     `token_bytes` are what a token keeps in the cache.
     """
 
     parameters: float
+    parameter_bytes: float = 2.0
     experts: float = 0.0
     taken: float = 1.0
     token_bytes: float = 0.0
@@ -96,7 +97,7 @@ class Size:
         """Return how long a forward over so many tokens of each request takes."""
         flops, bandwidth = GPUS[gpu]
         count, untaken = requests * tokens, 1 - self.taken
-        read = 2 * self.parameters * (1 - self.experts * untaken**count)
+        read = self.parameters * self.parameter_bytes * (1 - self.experts * untaken**count)
         read += requests * context * self.token_bytes
         computed = 2 * self.parameters * (1 - self.experts * untaken) * count
         reading, computing = read / bandwidth / BANDWIDTH_REACHED, computed / flops / FLOPS_REACHED
