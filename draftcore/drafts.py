@@ -106,8 +106,7 @@ def write_export(
     if f"layout:{layout}" not in offers:
         names = ", ".join(name.removeprefix("layout:") for name in offers)
         problem = f"{draft.choice.name} does not export the layout {layout!r}"
-        remedy = f"it offers: {names or 'none'}\n  choose one with --layout"
-        raise UsageError(f"{problem}\n  {remedy}")
+        raise UsageError(f"{problem}\n  it offers: {names or 'none'}\n  choose one with --layout")
     replaced = force and (folder / EXPORT).is_file()
     if folder.exists() and any(folder.iterdir()) and not replaced:
         remedy = "choose another folder with --out, or empty it; --force replaces an export"

@@ -29,7 +29,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of all floats, [], or nan: a few launches on a device, and no wait."""
+    """Return the largest magnitude of all floats, [], or nan: a few launches on a device, and no wait."""
     return torch.nn.utils.get_total_norm([t for t in tensors if t.is_floating_point()], math.inf)
 
 

@@ -50,7 +50,7 @@ class FeatureRequest:
         return {name: topk.get(name, (width, self.dtype)) for name in self.names}
 
     def token_bytes(self, width: int) -> int:
-        """The bytes of one token's features."""
+        """Return the bytes of one token's features."""
         import torch
 
         specs = self.feature_specs(width).values()

@@ -120,7 +120,7 @@ class Plan:
 
 
 def _sorted(shuffled: Indices, by: Indices, window: int) -> Iterator[Indices]:
-    """Yield windows of so many, each sorted."""
+    """Yield one window of `shuffled` after the other, each sorted by what `by` says of its items."""
     for start in range(0, len(shuffled), window):
         some = shuffled[start : start + window]
         yield some[np.argsort(by[some], kind="stable")]

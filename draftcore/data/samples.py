@@ -15,7 +15,7 @@ from draftcore.errors import DraftcoreError
 
 
 class StoredSamples:
-    """The rows as the manifest of a complete capture, or rank 0, describes them."""
+    """The rows of a run that has no data: the manifest of a complete capture describes them."""
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
         self.feature_ids: tuple[str, ...] = tuple(manifest["feature_ids"])

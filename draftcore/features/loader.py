@@ -159,7 +159,8 @@ class Captured:
     def _finish(self, captured: CapturedBatch, largest: Tensor | None) -> None:
         """Wait for a capture, and hand it over to the stream that trains."""
         if largest is None:
-            return require_finite(captured)
+            require_finite(captured)
+            return
         if self.stream is None:
             self.stream = torch.cuda.Stream(largest.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self.stream):
@@ -170,7 +171,6 @@ class Captured:
             require_finite(captured)
         for value in (value for features in captured.features for value in features.values()):
             value.record_stream(current)
-        return None
 
 
 def samples_of(captured: CapturedBatch, samples: Samples, epoch: int) -> list[Sample]:

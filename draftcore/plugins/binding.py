@@ -217,7 +217,7 @@ def _hints(of: Any) -> dict[str, Any]:
 
 @functools.cache
 def _names(torch_loaded: bool) -> dict[str, Any]:
-    """What the contract's annotations name; they are written for type checkers, which import it.
+    """Return what the contract's annotations name: written for type checkers, they import none of it.
 
     Before torch is loaded nothing is a tensor: who starts a run's processes need not wait for it.
     """

@@ -80,7 +80,8 @@ class Run(OpenRun):
             )
         self.prefill: Runner | None = None
         if (runner := config.runner.prefill) is not None:
-            self.prefill = self.open_runner("prefill", runner, **self.largest_batch())
+            rows, longest = self.largest_batch()
+            self.prefill = self.open_runner("prefill", runner, rows=rows, longest=longest)
             self.target.prefill_with = self.prefill.prefill
         if self.target.is_multimodal:
             self.target.images = self.data.images
@@ -100,11 +101,11 @@ class Run(OpenRun):
         bound = self.select("samples", section := self.config.data)
         return bound.hook.samples(name=section.name, run=self, options=bound.options)
 
-    def largest_batch(self) -> dict[str, int]:
-        """Return the `rows` of a batch of the `longest` ones, and their tokens."""
+    def largest_batch(self) -> tuple[int, int]:
+        """Return how many of the longest rows make a batch, and the tokens of each."""
         train, longest = self.config.train, self.data.longest
         most = max(1, (train.batch_tokens or 10**9) // longest)
-        return {"rows": min(train.batch, most), "longest": longest}
+        return min(train.batch, most), longest
 
     def evaluation(self) -> Evaluation:
         """Open what measures drafts; one for all of them."""
@@ -256,7 +257,7 @@ class Run(OpenRun):
             return
         options = {k: n for d in self.drafts if d.options for k, n in vars(d.options).items()}
         counts = [f"algorithm.options.{k}={n}, " for k, n in options.items() if type(n) is int]
-        train, (rows, longest) = self.config.train, self.largest_batch().values()
+        train, (rows, longest) = self.config.train, self.largest_batch()
         limit = f"train.batch_tokens={train.batch_tokens}, " * bool(train.batch_tokens)
         _, step = self.step_memory([longest] * rows)
         taken = f", where a step takes up to {format_size(step)} beside weights" * (step > 0)
@@ -309,15 +310,15 @@ class DraftRun(OpenDraft):
             config = config.model_copy(update=alone)
         assert config.algorithm is not None
         self.run, self.label, self.config, self.folder = run, label, config, config.run
-        self.prefix, self.choice = f"{label}: " if label else "", config.algorithm
+        self.prefix = f"{label}: " if label else ""
+        self.choice = choice = config.algorithm
         try:
-            choice = self.choice
             self.algorithm = run.bind("algorithm", choice.name, choice.options, choice.plugin)
         except UsageError:
             self.checkpoint()  # which knows who is missing
             raise
         self.options = self.algorithm.options
-        for value in filter(lambda value: isinstance(value, str), self.choice.options.values()):
+        for value in filter(lambda value: isinstance(value, str), choice.options.values()):
             require_exported(Path(value))  # that the draft starts from
 
     def checkpoint(self, folder: Path | None = None) -> Checkpoint | None:
@@ -335,13 +336,13 @@ class DraftRun(OpenDraft):
         return opened
 
     def request(self) -> FeatureRequest:
-        """The features that this draft trains on, in the run's dtype if it sets one."""
+        """Return the features that this draft trains on, in the run's dtype if it sets one."""
         hook, dtype = self.algorithm.hook, self.config.capture.dtype
         request = hook.feature_request(target=self.run.target, options=self.options)
         return request if dtype == "auto" else dataclasses.replace(request, dtype=dtype)
 
     def build(self, summary: DataSummary) -> Draft:
-        """A fresh draft in fp32; the same seed and summary give the same bits."""
+        """Build a fresh draft in fp32; the same seed and summary give the same bits."""
         torch.manual_seed(self.config.train.seed)
         hook, target = self.algorithm.hook, self.run.target
         return hook.build_draft(target=target, data=summary, options=self.options)
@@ -358,7 +359,7 @@ class DraftRun(OpenDraft):
 
 
 def changed_options(options: BaseModel | None) -> dict[str, Any]:
-    """The options that change features, where they are not at their defaults."""
+    """Return the options that change features, where they are not at their defaults."""
     if options is None:
         return {}
     neutral, same = set[str](), SAME_FEATURES.items()
@@ -390,5 +391,5 @@ def differences(ours: str, theirs: str, whose: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A setting for reading; one that is not set is at its default."""
+    """Write a setting for people; one that is not set is at its default."""
     return "as by default" if value is None else json.dumps(value)

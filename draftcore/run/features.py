@@ -47,8 +47,7 @@ def requested_features(run: Run) -> FeatureRequest:
     requests = [draft.request() for draft in run.drafts]
     if len(dtypes := {request.dtype for request in requests}) > 1:
         problem = f"the drafts of this run ask for features of {' and '.join(sorted(dtypes))}"
-        remedy = "set capture.dtype to one type for all"
-        raise UsageError(f"{problem}\n  {remedy}")
+        raise UsageError(f"{problem}\n  set capture.dtype to one type for all")
     for draft, request in zip(run.drafts, requests, strict=True):
         extras = (name for name in ("topk", "embeddings") if getattr(request, name))
         if lacking := [name for name in extras if name not in run.capture.capabilities]:
@@ -60,7 +59,7 @@ def requested_features(run: Run) -> FeatureRequest:
     return functools.reduce(FeatureRequest.union, requests)
 
 
-def open_features(run: Run, role: Role | Literal["capture"] = "both") -> Features:
+def open_features(run: Run, role: Role | Literal["capture"]) -> Features:
     """Say what is captured, and open the store that the run names, if any.
 
     A durable store's wider request takes the place of what the drafts ask for. Raises UsageError for
@@ -103,8 +102,7 @@ def require_usable_store(run: Run, role: str, features: Features) -> None:
     store, capture, ranks = run.config.store, run.config.capture.name, run.ranks.size
     if role == "capture" and not features.keeps:
         problem = f"capture keeps features for a later training run, and store={store} does not"
-        remedy = "set store=file:FOLDER"
-        raise UsageError(f"{problem}\n  {remedy}")
+        raise UsageError(f"{problem}\n  set store=file:FOLDER")
     if role == "both" and features.store is not None and not features.keeps:
         problem = f"this run captures for itself, and the store {store!r} keeps nothing"
         remedy = "leave store out, set store=file:FOLDER, or capture elsewhere: topology.producers"
@@ -147,8 +145,7 @@ def open_samples(run: Run, features: Features) -> Samples:
     with ranks.raise_on_all():
         if samples.summary.fingerprint != first.fingerprint:
             problem = f"rank {ranks.rank} has other data in {run.data.train} than rank 0"
-            remedy = "give every rank the same file"
-            raise UsageError(f"{problem}\n  {remedy}")
+            raise UsageError(f"{problem}\n  give every rank the same file")
     if manifest is not None and manifest["fingerprint"] != samples.summary.fingerprint:
         problem = f"the store {store!r} holds features of other data than {run.data.train}"
         remedy = "use another store folder, or delete this one to capture again"

@@ -169,7 +169,7 @@ class TrainerParts:
         return min(trainer.step for trainer in self.trainers)
 
     def needed(self) -> Needed:
-        """What brings batches from elsewhere is told."""
+        """Return what is told to the plugin that brings batches from other processes."""
         run, features, plan, samples = self.run, self.features, self.plan, self.samples
         request, store = features.request, cast(Any, features.store)
         specs, held = request.feature_specs(run.width), (self.prefetch + 1) * run.ranks.size

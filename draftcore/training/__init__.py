@@ -1,1 +1,1 @@
-"""The training loop and what it stands on: schedule, checkpoints, evaluation on the way."""
+"""The training loop and what it stands on: ranks, gradients, optimizer, metrics, checkpoints."""

@@ -195,7 +195,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def trained_tensors(draft: Draft, rank: int = 0) -> Tensors:
-    """The draft's state without what it copied from the target, whole, on the CPU of rank 0."""
+    """Return the draft's state without what it copied from the target, whole, on the CPU of rank 0."""
     state = draft.module.state_dict()
     return _whole({name: t for name, t in state.items() if name not in draft.frozen}, rank)
 
@@ -203,7 +203,7 @@ def trained_tensors(draft: Draft, rank: int = 0) -> Tensors:
 def optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, fresh: Sequence[Any], rank: int
 ) -> tuple[Tensors, dict[str, Any]]:
-    """What an optimizer keeps of each weight, and has changed in its groups since they were `fresh`.
+    """Return what an optimizer keeps of each weight, and has changed in its groups since they were `fresh`.
 
     Tensors, whole, on the CPU of rank 0, and the rest. Raises DraftcoreError for what is neither.
     """

@@ -33,7 +33,7 @@ def learning_rate(
 def build_optimizer(
     groups: Sequence[Mapping[str, Any]], *, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
-    """AdamW with eps 1e-8; the rate is set at every step."""
+    """Make an AdamW with eps 1e-8; the trainer sets its rate at every step."""
     given = [dict(group) for group in groups]
     return torch.optim.AdamW(given, 0.0, betas, weight_decay=weight_decay, fused=True)
 

@@ -20,7 +20,7 @@ SINGLE_RANK = Ranks()
 
 @contextmanager
 def join(config: TrainConfig, registry: Registry, *, alone: bool = False) -> Iterator[Ranks]:
-    """The ranks that torchrun started, joined until the block ends; a single one without it.
+    """Join the ranks that torchrun started until the block ends; without it there is a single one.
 
     Raises UsageError where ranks cannot be, lack a device each or the work is for one `alone`;
     DraftcoreError where they do not come together; on every rank, the error of any.

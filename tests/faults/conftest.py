@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
+from draftcore_disagg.local import free_port
 from draftcore_sdk.loopback import only_loopback
 from draftcore_sdk.targets import conversations
 from safetensors.torch import load_file
@@ -236,12 +237,6 @@ def master(tmp_path: Path) -> Iterator[Server]:
     server = Server(command, tmp_path / "master", port, metrics)
     yield server
     server.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from draftcore_disagg.local import free_port
 
 from draftcore.config import RunConfig
 from draftcore.plugins.binding import bind
 from draftcore.plugins.registry import load_plugins
-from tests.faults.conftest import free_port
 from tests.together.conftest import NewProject, Project
 
 ROOT = Path(__file__).parents[2]

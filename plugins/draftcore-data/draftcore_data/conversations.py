@@ -71,7 +71,7 @@ class Rendered:
     images: tuple[Image, ...] = ()
 
     def last_answer(self) -> int:
-        """The place of the last answer's first token, [T] if there is none."""
+        """Return the place of the last answer's first token, T if there is none."""
         starts = np.flatnonzero(np.diff(self.loss_mask, prepend=False) & self.loss_mask)
         return int(starts[-1]) if len(starts) else len(self.token_ids)
 

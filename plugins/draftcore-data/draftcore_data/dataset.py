@@ -153,19 +153,19 @@ class Dataset:
         self._row = functools.lru_cache(maxsize=CACHED_ROWS)(self._read_row)
 
     def tokens(self, row: int) -> NDArray[np.int64]:
-        """A row's token ids, [T]."""
+        """Return a row's token ids, [T]."""
         return self._row(row)["id"].astype(np.int64)
 
     def loss_mask(self, row: int) -> NDArray[np.bool_]:
-        """True where the assistant produced the token, [T]."""
+        """Return where the assistant produced the token, [T]."""
         return self._row(row)["learned"].astype(np.bool_)
 
     def images(self, row: int) -> tuple[Image, ...]:
-        """A row's images, in their order."""
+        """Return a row's images, in their order."""
         return self.all_images.get(row, ())
 
     def largest(self) -> int:
-        """The largest token id of all rows."""
+        """Return the largest token id of all rows."""
         return int(self._tokens["id"].max())
 
     def answered(self, prompts: Sequence[Sequence[int]]) -> int:
@@ -243,7 +243,7 @@ def build_dataset(
 
 
 def date_of(folder: Path) -> str:
-    """The date that the template got for the rows in a folder; '' if it asked for none."""
+    """Return the date that the template got for the rows in a folder; '' if it asked for none."""
     try:
         return str(read_sealed(folder / "dataset.json")["summary"]["date"])
     except (ValueError, KeyError, OSError):

@@ -245,7 +245,7 @@ class Renderer:
         return [whole]
 
     def _check_tokens(self, row: Rendered) -> Rendered | BadRow:
-        """Used for a row that came as tokens: they are taken if they are the target's."""
+        """Take a row that came as tokens, if they are the target's."""
         ids, size = row.token_ids, self._vocabulary
         if len(ids) and not 0 <= ids.min() <= ids.max() < size:
             return BadRow(row.where, f"a token id is not below {size}, as the target's are")
@@ -254,7 +254,7 @@ class Renderer:
         return replace(row, loss_mask=mask)
 
     def _find_spans(self, row: Conversation, turns: Sequence[int]) -> Layout:
-        """Used first, for every conversation: write it as one text, and find these turns in it.
+        """Write a conversation as one text, and find these turns in it: what is tried first.
 
         Raises `RowError` for a turn that cannot be found.
         """
@@ -290,7 +290,7 @@ class Renderer:
         return spans, served
 
     def _find_in_parts(self, row: Conversation, turns: Sequence[int]) -> Layout | None:
-        """Used for a long conversation: find its answers in parts of it, in time that grows as it does.
+        """Find the answers of a long conversation in parts of it, in time that grows as it does.
 
         A part is written behind the conversation's first answer, and before the message that follows it.
         None are found where these texts, put together, are not the whole text. Raises `RowError`.
@@ -351,7 +351,7 @@ class Renderer:
     def _marked_spans(
         self, row: Conversation, turns: Sequence[int], text: str, marked: list[Span]
     ) -> list[Span]:
-        """Used where the template has `{% generation %}` markers: take the spans of these turns."""
+        """Take the spans of these turns that the template's `{% generation %}` markers enclose."""
 
         def count_before(turn: int) -> int:
             return len(self.render_text(row.messages[:turn], row.tools)[1]) if turn else 0
@@ -362,7 +362,7 @@ class Renderer:
         return [self._cut_trailing_space(text, *span) for span in marked]
 
     def _cut_trailing_space(self, text: str, start: int, end: int) -> Span:
-        """Markers often close after the newline that follows the end-of-turn token."""
+        """End a span with its end-of-turn token: markers often close after the newline that follows it."""
         answer = text[start:end].rstrip()
         whole = self.end_of_turn and answer.endswith(self.end_of_turn)
         return (start, start + len(answer)) if whole else (start, end)
@@ -370,7 +370,7 @@ class Renderer:
     def _split_per_answer(
         self, row: Conversation, turns: Sequence[int]
     ) -> tuple[list[Layout], int]:
-        """Used where the text of all turns changes earlier answers: write a text for each of them.
+        """Write a text for each answer, where the text of all turns changes earlier ones.
 
         Returns the fewest texts in which each turn stands as when it was given, and how many parts of
         answers are lost all the same.
@@ -399,7 +399,7 @@ class Renderer:
         return texts[::-1], lost
 
     def _join_prompt_and_answer(self, row: Conversation) -> Layout:
-        """Used where the template never writes a prompt and its answer in one text: join the two.
+        """Join a prompt and its answer, where the template never writes the two in one text.
 
         The answer is what the template writes of the last message, without what it writes before the
         probe of another one: up to the header both are the same. Where no reasoning is asked for, the
@@ -581,7 +581,7 @@ class Renderer:
 
 
 class _Turn:
-    """Used where the template has no markers: finds the span of one assistant turn in a text.
+    """Finds the span of one assistant turn in a text, for a template without markers.
 
     It begins where its prompt ends, or else where a probe comes out that is put into its content.
     """
@@ -607,7 +607,7 @@ class _Turn:
         return start, self._find_end_of_calls(start) if calls else self._find_end(start)
 
     def _find_start(self) -> int:
-        """Where the prompt ends, or else the content starts, if only a header stands before it.
+        """Return where the prompt ends, or else the content starts, if only a header stands before it.
 
         The header is what the template writes before a content that is only the probe. It is part
         of the generation prompt, or ends with the usual one; what follows it is, letter for letter,
@@ -625,7 +625,7 @@ class _Turn:
         raise self._error("the text before it is not the generation prompt")
 
     def _find_end(self, start: int) -> int:
-        """The end of the end-of-turn token, or of the content where the template writes none."""
+        """Return the end of the end-of-turn token, or of the content where the template writes none."""
         is_last = self.index == len(self.row.messages) - 1
         for content in (self.content, self.content.strip()):  # the quick way, nearly always
             if is_last and self.text.endswith(content + self.tail, start):
@@ -637,7 +637,7 @@ class _Turn:
         return end + len(self.end_of_turn) if self.text.startswith(self.end_of_turn, end) else end
 
     def _find_end_of_calls(self, start: int) -> int:
-        """The end of a turn whose calls follow its content, in the template's own notation."""
+        """Return the end of a turn whose calls follow its content, in the template's own notation."""
         shown, _ = self.renderer.render_text([*self.before, self.message], self.row.tools)
         shown = self.renderer.cut_after_end_of_turn(shown)
         if len(shown) < start or not self.text.startswith(shown):
@@ -645,7 +645,7 @@ class _Turn:
         return len(shown)
 
     def _visible_content(self) -> tuple[str, int]:
-        """The content up to the last character that is rendered, and where that is in the text."""
+        """Return the content up to the last character that is rendered, and where that is in the text."""
         for content in (self.content, self.content.rstrip()):
             before, probe, after = self._text_with(content + PROBE).partition(PROBE)
             if probe and before + after == self.text:
@@ -768,7 +768,7 @@ def _date_macro(template: str, date: str) -> str:
 
 
 def _exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """A copy of the backend whose offsets cover the text without gaps.
+    """Copy the backend such that its offsets cover the text without gaps.
 
     Byte-level post-processors trim spaces off the offsets, which moves a space's token out of the
     header and into the answer. Without special tokens a post-processor does nothing else.

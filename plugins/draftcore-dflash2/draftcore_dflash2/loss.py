@@ -127,7 +127,7 @@ def _sliced(
     weight_R: Tensor, alpha: Tensor, scale: float, softcap: float | None,
     top_k: int, replaced: bool, detached: bool, wanted: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return what `fused` does."""
+    """Return what `fused` does, by torch's own operations on a slice of rows at a time."""
     exact, half, by_row = query_RE.dtype, hidden_RH.dtype, []
     logits = 2 if labels.ndim > 1 else 1  # the teacher's beside the draft's
     width = max(logits * len(head_VH), top_k * query_RE.shape[1])

@@ -73,11 +73,11 @@ class Child:
             self.process.send_signal(number)
 
     def tail(self, lines: int = 12) -> str:
-        """The last lines of its log, for an error."""
+        """Return the last lines of its log, for an error."""
         return "\n".join(f"  {line}" for line in self._text().splitlines()[-lines:])
 
     def errors(self, most: int) -> list[str]:
-        """The last errors that its log names, each once."""
+        """Return the last errors that its log names, each once."""
         return [*dict.fromkeys(ERROR.findall(self._text()))][-most:]
 
     def end(self, seconds: float) -> None:

@@ -80,7 +80,7 @@ class Sharded(nn.Module):
         return output
 
     def whole(self) -> Draft:
-        """The draft with its present weights, for evaluation on rank 0; all ranks take part."""
+        """Return the draft with its present weights, for evaluation on rank 0; all ranks take part."""
         weights = self.trained_tensors(self.draft, self.ranks.rank)
         if self.ranks.rank == 0:
             self.copied.module.load_state_dict(weights, strict=False)

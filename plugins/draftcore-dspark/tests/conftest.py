@@ -3,16 +3,8 @@
 import pytest
 from draftcore_dspark.algorithm import DSpark
 from draftcore_dspark.options import DSparkOptions
-from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
-    Tiny,
-    draft,
-    exported,
-    folder,
-    make_draft,
-    make_samples,
-    make_target,
-    target,
-)
+from draftcore_sdk.algorithm_fixtures import *  # noqa: F403
+from draftcore_sdk.algorithm_fixtures import Tiny
 
 
 @pytest.fixture(scope="session")

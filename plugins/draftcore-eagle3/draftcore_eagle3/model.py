@@ -125,15 +125,15 @@ class Backbone(TargetVocabulary):
     """
 
     first: type[FirstLayer] = FirstLayer
+    target_logits: tuple[float, float | None] = (1.0, None)
     d2t: Tensor | None
 
     def __init__(
         self, config: DraftConfig, options: BackboneOptions, embedding_VH: Tensor,
         head_VH: Tensor | None, ids_U: Tensor | None,
-        target_logits: tuple[float, float | None] = (1.0, None),
     ) -> None:  # fmt: skip
         super().__init__(embedding_VH, head_VH)
-        self.config, self.options, self.target_logits = config, options, target_logits
+        self.config, self.options = config, options
         width, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(3 * width, width, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(3 * config.fc_norm))
@@ -265,8 +265,8 @@ def build(
     These are scaled as the target's logits are: the draft's own logits are neither scaled nor capped.
     """
     embedding_VH, head_VH = target_tensors(target)
-    logits = (target.logit_scale, target.logit_softcap)
-    module = kind(config, options, embedding_VH, head_VH, ids_U, logits)
+    module = kind(config, options, embedding_VH, head_VH, ids_U)
+    module.target_logits = (target.logit_scale, target.logit_softcap)
     init_linears(module)
     head_VH = embedding_VH if head_VH is None else head_VH
     with torch.no_grad():

@@ -3,16 +3,8 @@
 import pytest
 from draftcore_eagle3.algorithm import Eagle3
 from draftcore_eagle3.options import Eagle3Options
-from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
-    Tiny,
-    draft,
-    exported,
-    folder,
-    make_draft,
-    make_samples,
-    make_target,
-    target,
-)
+from draftcore_sdk.algorithm_fixtures import *  # noqa: F403
+from draftcore_sdk.algorithm_fixtures import Tiny
 
 from draftcore.contracts.algorithm import DataSummary
 

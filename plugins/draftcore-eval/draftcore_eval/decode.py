@@ -302,7 +302,7 @@ def plain_step_seconds(runner: DecodeRunner, prompts: Prompts, config: EvalOptio
 
 
 def _max_len(runner: DecodeRunner, prompts: Prompts, config: EvalOptions) -> int:
-    """The positions that a batch may read, the drafts past its end included."""
+    """Return how many positions a batch may read, the drafts past its end included."""
     return max(map(len, prompts)) + config.max_new_tokens + runner.drafter.num_drafts + 1
 
 

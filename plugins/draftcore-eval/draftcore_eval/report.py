@@ -148,7 +148,7 @@ class Report:
         plot({"": self}, folder / "acceptance.png")
 
     def lines(self) -> list[tuple[str, str]]:
-        """The rows of the table that people read."""
+        """Return the rows of the table that people read."""
         low, high = self.acceptance_length_95
         length = f"{self.acceptance_length:.2f}   (95 %: {low:.2f} to {high:.2f})"
         lossless = f"yes: {self.prompts} of {self.prompts} outputs are the target's own"
@@ -175,7 +175,7 @@ class Report:
         ]
 
     def served_lines(self) -> list[tuple[str, str]]:
-        """The rows on a server, of which none was asked."""
+        """Return the rows on a server, of which none was asked."""
         if not self.served:
             return []
         (name, *head), *rows = serving.table(self.served)

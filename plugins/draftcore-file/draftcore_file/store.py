@@ -196,7 +196,7 @@ class FileStore(BaseStore):
         self._scan()
 
     def _usage(self) -> tuple[int, int, int]:
-        """Bytes are those of all files: one stays as long as one of its samples."""
+        """Count the bytes of all files: one stays as long as one of its samples."""
         self._scan()
         nbytes = sum(ref.nbytes for samples in self._shards.values() for ref in samples)
         pending = [

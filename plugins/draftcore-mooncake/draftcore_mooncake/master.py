@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 class Master:
-    """A running master, on any free port by default. Raises StoreError when it does not start."""
+    """A running master, on a free port. Raises StoreError when it does not start."""
 
-    def __init__(self, package: Path, *, port: int = 0) -> None:
+    def __init__(self, package: Path) -> None:
         self._binary, self._last_line = package / "mooncake_master", ""
         for _ in range(3):  # another program may take the port that was free
-            self.port = port or free_port()
+            self.port = free_port()
             if self._start():
                 return
         raise StoreError(

@@ -3,16 +3,8 @@
 import pytest
 from draftcore_mtp.algorithm import Mtp
 from draftcore_mtp.options import MtpOptions
-from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
-    Tiny,
-    draft,
-    exported,
-    folder,
-    make_draft,
-    make_samples,
-    make_target,
-    target,
-)
+from draftcore_sdk.algorithm_fixtures import *  # noqa: F403
+from draftcore_sdk.algorithm_fixtures import Tiny
 
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 

@@ -23,7 +23,7 @@ LK_DECAY, LEAST_OVERLAP = 3.0, 1e-5  # of `lk_lambda` and `lk_alpha`, see `distr
 
 
 def suits(x: Tensor) -> bool:
-    """Whether there are kernels for logits of this dtype and device."""
+    """Say whether there are kernels for logits of this dtype and device."""
     return HAS_TRITON and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 

@@ -290,7 +290,7 @@ def _sliced(
     last_hidden_RH: Tensor, label_R: Tensor, weight_R: Tensor, mixture: Mapping[str, float],
     capping: tuple[float, float | None], wanted: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
-    """Return what `heads.compare` does: by row, the gradients of h and z, and that of U."""
+    """Return what `heads.compare` does, by torch's operations: by row, gradients of h and z, that of U."""
     exact, half, by_row, slopes = weight_R.dtype, hidden_RH.dtype, [], []
     up_grad_VE = None if up_VE is None else torch.zeros_like(up_VE, dtype=exact)
     rows = (hidden_RH, last_hidden_RH, label_R, weight_R, *([] if low_RE is None else [low_RE]))

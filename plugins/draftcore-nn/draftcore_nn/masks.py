@@ -33,7 +33,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def documents(document_BT: Tensor) -> Rule:
-    """Rows see what stands before them in their own document, and themselves: several in a sample."""
+    """Let rows see themselves, and what stands before them in their own document: a sample has several."""
 
     def sees(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (document_BT[b, query] == document_BT[b, key])
@@ -45,7 +45,7 @@ def blocks(
     anchor_BN: Tensor, block_size: int, length: int | Tensor, *, window: int | None = None,
     causal: bool = False,
 ) -> Rule:  # fmt: skip
-    """Rows of blocks see the context before their block's anchor, and their own block.
+    """Let rows of blocks see the context before their block's anchor, and their own block.
 
     Queries are the rows of all N blocks of a sample; keys are its context, so long, and then these rows.
     Of what is compiled `length` is a tensor: FlexAttention fails where a number is found to be fixed, as

@@ -100,7 +100,7 @@ class ServedDraft(Protocol):
     def most(self) -> int | None: ...
 
     def captured(self, host: Host) -> tuple[int, ...]:
-        """The layers whose outputs the server would feed, in order. Raises UnservableError."""
+        """Return the layers whose outputs the server would feed, in order. Raises UnservableError."""
 
     def logits(self, at: Round, drafts_K: Tensor) -> Tensor:
         """Logits [K + 1, V] of the proposals 0..K, those before K being these drafts.
@@ -109,7 +109,7 @@ class ServedDraft(Protocol):
         """
 
     def suspects(self, host: Host, trained: Mapping[str, Any]) -> Iterable[Suspect]:
-        """What may be wrong where this draft is not the trained one, most frequent first.
+        """Return what may be wrong where this draft is not the trained one, most frequent first.
 
         `trained` is `Draft.config` of that one.
         """

@@ -52,10 +52,9 @@ class PEagleDraft(Backbone):
     def __init__(
         self, config: PEagleConfig, options: PEagleOptions, embedding_VH: Tensor,
         head_VH: Tensor | None, ids_U: Tensor | None,
-        target_logits: tuple[float, float | None] = (1.0, None),
     ) -> None:  # fmt: skip
         head_VH = embedding_VH if head_VH is None else head_VH
-        super().__init__(config, options, embedding_VH, head_VH, ids_U, target_logits)
+        super().__init__(config, options, embedding_VH, head_VH, ids_U)
         del self.embed_tokens  # the target's, which is not trained
         self.embed_tokens = nn.Parameter(embedding_VH.to(torch.float32, copy=True))
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, 3 * config.hidden_size))

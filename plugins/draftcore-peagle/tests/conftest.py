@@ -3,16 +3,8 @@
 import pytest
 from draftcore_peagle.algorithm import PEagle
 from draftcore_peagle.options import PEagleOptions
-from draftcore_sdk.algorithm_fixtures import (  # noqa: F401
-    Tiny,
-    draft,
-    exported,
-    folder,
-    make_draft,
-    make_samples,
-    make_target,
-    target,
-)
+from draftcore_sdk.algorithm_fixtures import *  # noqa: F403
+from draftcore_sdk.algorithm_fixtures import Tiny
 
 from draftcore.contracts.algorithm import DataSummary
 

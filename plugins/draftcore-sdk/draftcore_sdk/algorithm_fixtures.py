@@ -2,7 +2,7 @@
 
 A conftest imports the fixtures and adds one, `algorithm`, that says what they are made for:
 
-    from draftcore_sdk.algorithm_fixtures import Tiny, folder, make_draft, make_samples, ...
+    from draftcore_sdk.algorithm_fixtures import *  # Tiny, and all fixtures
 
     @pytest.fixture(scope="session")
     def algorithm() -> Tiny:

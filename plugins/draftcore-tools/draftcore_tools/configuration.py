@@ -161,7 +161,7 @@ def leaves(tree: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def _sets(tree: Any, path: Sequence[str]) -> bool:
-    """Whether a tree of settings has this key, or a whole value in the place of a section of it."""
+    """Say whether a tree of settings has this key, or a whole value in the place of a section of it."""
     for part in path:
         if not isinstance(tree, Mapping):
             return tree is not None

@@ -165,12 +165,9 @@ class StartedServer(Server):
             process.wait(1)  # what broke the connection may be its end
         code = self.child.code
         state = f"does not answer: {why}" if code is None else f"has ended, with status {code}"
-        causes = self.child.errors(6) or self._tail(code)
+        silent = code is not None and code < 0  # a signal ended it, of which the log says nothing
+        causes = self.child.errors(6) or ([] if silent else self.child.tail(6).splitlines())
         return ServerAway("\n  ".join([f"vLLM {state}", *map(one_line, causes)]))
-
-    def _tail(self, code: int | None) -> list[str]:
-        """Return the end of the log, unless a signal ended the server, of which it says nothing."""
-        return [] if code is not None and code < 0 else self.child.tail(6).splitlines()
 
 
 def require_vllm(python: str, key: str) -> str:
