@@ -8,7 +8,7 @@ The target is random and Qwen3-8B-shaped, written to shared memory once; batches
 Variants: colocated, compiled (target and draft; so are domino and mixed), file (all is captured into a
 durable store first, which then feeds), producer (one, and one trainer), ranks (two), both compiled, mixed,
 mixed-tokens (batches cut by tokens), mixed-ranks. `start` is compiled, with empty caches and then a
-second time, and says where the time to the first step went.
+second time. Below each line stands where the time to the first step went.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def measure(variant: str, config: Path) -> None:
         return
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     graphs = [0, *(line.get("compilations", 0) for line in lines)]
-    first = sum(value for name, value in lines[0].items() if name.startswith("start_"))
+    start = {name[6:]: value for name, value in lines[0].items() if name.startswith("start_")}
     lines = [line for at, line in enumerate(lines) if graphs[at] == graphs[at + 1]]
     lines = lines[min(FIRST, len(lines) // 2) :]
     step, wait = [one["seconds"] for one in lines], [one["fetch_seconds"] for one in lines]
@@ -112,7 +112,8 @@ def measure(variant: str, config: Path) -> None:
     print(
         f"{variant:17} {statistics.median(step):.3f}  {mean:.3f} {statistics.median(wait):.3f} "
         f"{rows / mean:7.1f} {tokens / sum(step):9,.0f} {device / 2**30:9.1f} "
-        f"{host / 2**30:9.1f} {whole:9.0f} {first:13.1f} {graphs[-1]:7.0f}",
+        f"{host / 2**30:9.1f} {whole:9.0f} {sum(start.values()):13.1f} {graphs[-1]:7.0f}\n"
+        f"  {', '.join(f'{phase} {seconds:.1f}' for phase, seconds in start.items())}",
         flush=True,
     )
     shutil.rmtree(run)
