@@ -73,10 +73,11 @@ class DFlash2Draft(Backbone):
         device = batch.token_ids_BT.device
         targets = Targets.of(host_mask(batch), blocks, self.config.block_size)
         tiles = self.tiles(batch, blocks)
-        # Of a single number in fp64 a compiler would make a constant, in a second compilation.
-        weight = torch.tensor([alpha], dtype=torch.float64)
+        # Made there, as a copy would wait for the step before; of a single number in fp64 on the CPU a
+        # compiler would make a constant, in a second compilation.
+        weight = torch.full((1,), alpha, dtype=torch.float64, device=device)
         blocks, targets = blocks.to(device), targets.to(device)
-        output: StepOutput = self(batch, blocks, targets, tiles, weight.to(device))
+        output: StepOutput = self(batch, blocks, targets, tiles, weight)
         return output
 
     def forward(
