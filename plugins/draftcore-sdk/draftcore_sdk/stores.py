@@ -402,11 +402,14 @@ class StoreSuite(Suite):
         """All or none; what is held stays readable; after a free the same put succeeds.
 
         Where processes share a store, another one frees: a trainer does what a producer waits for.
+        Where they share a path, half of what fills the store is what another one put.
         """
         nbytes = BIG * 8
-        limit = int(2.5 * nbytes)
+        limit, shared = int(2.5 * nbytes), "shared" in self.capabilities
         store = open_store(self.with_limit(store_uri, limit))
         refs = [store.put(numbered(name, 5, BIG)) for name in ("a", "b")]
+        if shared and path_of(store_uri):
+            refs[1:] = elsewhere.visit(self.plugin, store.uri, ["put", "b", 5, BIG])
         pair = [numbered(name, 0, BIG) for name in ("c", "d")]
         for _ in range(2):
             with refused("128 KiB put to the 32 KiB that are left", kind=StoreFull) as caught:
@@ -414,17 +417,15 @@ class StoreSuite(Suite):
             full = cast(StoreFull, caught.value)
             assert full.needed == 2 * nbytes, f"StoreFull says needed={full.needed}"
             most = limit - 2 * nbytes  # a store may spend some on more than tensors
-            assert 0 <= full.free <= most, f"StoreFull says free={full.free}, {most} are"
+            assert 0 <= full.free <= most, (
+                f"StoreFull says free={full.free}, {most} are, whoever put"
+            )
             assert all(word in str(full) for word in ("needed: 128.0 KiB", "free: "))
         require_held(store, a=refs[0], b=refs[1], c=None, d=None)
         require_stats(store, samples=2, nbytes=2 * nbytes, limit_bytes=limit)
         assert number_in(store, refs[1]) == 5
-        if "shared" in self.capabilities:
-            steps = *(["free", ref] for ref in refs), *(["put", name, 6, BIG] for name in "ef")
-            *_, e, f = elsewhere.visit(self.plugin, store.uri, *steps)
-            with refused("a put to a store that another process had filled", kind=StoreFull):
-                store.put(numbered("a", 5, BIG))
-            elsewhere.visit(self.plugin, store.uri, ["free", e], ["free", f])
+        if shared:
+            elsewhere.visit(self.plugin, store.uri, *(["free", ref] for ref in refs))
         else:
             store.free(refs)
         try:
@@ -530,7 +531,7 @@ class StoreSuite(Suite):
         for store in (writer, reader):
             require_gone(store, freed)  # before what looks at all
             require_held(store, kept=kept, theirs=theirs, ours=newer)
-            require_stats(store, samples=3, nbytes=sum(r.nbytes for r in (kept, theirs, newer)))
+            require_stats(store, samples=3)
             assert number_in(store, theirs) == 22
             require_gone(store, ours)
         handle = reader.get(newer)
@@ -540,7 +541,7 @@ class StoreSuite(Suite):
         for store in (writer, reader):
             require_held(store, kept=kept, theirs=theirs, other=other, ours=None)
             require_gone(store, newer)
-            require_stats(store, samples=3, nbytes=sum(r.nbytes for r in (kept, theirs, other)))
+            require_stats(store, samples=3)
 
     @pytest.mark.usefixtures("shared")
     def test_what_another_process_puts_meanwhile_is_read_whole(
