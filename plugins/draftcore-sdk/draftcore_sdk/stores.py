@@ -417,9 +417,7 @@ class StoreSuite(Suite):
             full = cast(StoreFull, caught.value)
             assert full.needed == 2 * nbytes, f"StoreFull says needed={full.needed}"
             most = limit - 2 * nbytes  # a store may spend some on more than tensors
-            assert 0 <= full.free <= most, (
-                f"StoreFull says free={full.free}, {most} are, whoever put"
-            )
+            assert 0 <= full.free <= most, f"StoreFull says free={full.free}, all puts leave {most}"
             assert all(word in str(full) for word in ("needed: 128.0 KiB", "free: "))
         require_held(store, a=refs[0], b=refs[1], c=None, d=None)
         require_stats(store, samples=2, nbytes=2 * nbytes, limit_bytes=limit)
