@@ -644,7 +644,7 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
             "decoding": lambda: bench.decode(bench.noisy, bench.example.prompts),
         }
         for what, call in calls.items():
-            before = of_the_process()
+            before = of_the_process() | self.began
             call()
             changed = [name for name, value in of_the_process().items() if value != before[name]]
             assert not changed, f"{what} changes of the whole process: {', '.join(changed)}"

@@ -139,7 +139,7 @@ class BatchesSuite(Suite):
 
         Nothing, where the trainer starts it itself. Those for draftcore's own verb: `by_producers`.
         """
-        pytest.skip("only a test file can say who captures: override producing")
+        pytest.skip("only a test file can say who captures: a BatchesSuite with `producing`")
 
     by_producers = staticmethod(by_producers)
 

@@ -378,7 +378,7 @@ class CaptureSuite(Suite):
     @torch.enable_grad()
     def test_capturing_changes_nothing_that_training_reads(self, open_capture: Open) -> None:
         """A rank captures its batches between its steps."""
-        before = of_the_process()
+        before = of_the_process() | self.began  # also what another test's capture set
         for _ in open_capture(ALL).features([batch(0, 1, 2), batch(3)]):
             now = of_the_process()
             changed = [name for name, value in before.items() if now[name] != value]
@@ -392,8 +392,11 @@ class CaptureSuite(Suite):
                 held.append(bytes_held())
         assert held[-1] <= held[2], f"bytes held after each batch: {held}"
 
-    def test_closing_is_harmless_twice_and_to_another_capture(self, open_capture: Open) -> None:
+    def test_closing_is_harmless_twice_and_to_another_capture(
+        self, open_capture: Open, target: TargetSpec
+    ) -> None:
         """An evaluation during training opens one of its own. What was not taken is waited for by none."""
+        hooks = hooks_of(target)
         capture, other = (open_capture(REQUESTS["both"]) for _ in range(2))
         before = features_of(other, batch(0))
         features_of(capture, batch(0))
@@ -409,6 +412,17 @@ class CaptureSuite(Suite):
             assert not thread.is_alive(), told
         capture.close()
         require_same(features_of(other, batch(0)), before)
+        other.close()
+        assert hooks_of(target) == hooks, f"closed captures leave hooks: {hooks_of(target)}"
+
+
+def hooks_of(target: TargetSpec) -> list[str]:
+    """Name each hook on a module of a target that runs in this process."""
+    with suppress(UsageError):  # devices share it
+        modules = decoder_model(target.load_model(), "this test").model.named_modules()
+        kinds = ((name, kind, own) for name, one in modules for kind, own in vars(one).items())
+        return [f"{kind} of {n}" for n, kind, own in kinds if kind.endswith("_hooks") for _ in own]
+    return []
 
 
 def capture_target(folder: Path, family: str = "gemma2", **shape: Any) -> Path:

@@ -28,7 +28,7 @@ from draftcore.contracts.run import RunEnded
 from draftcore.contracts.store import SampleRef, TensorSpec
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore_sdk.internals import Skipped
-from draftcore_sdk.limits import until
+from draftcore_sdk.limits import SOON, until
 from draftcore_sdk.suite import Suite, child_environment, offer_of, opened
 
 LONG = 3600.0  # seconds that a request waits for what comes before
@@ -324,7 +324,7 @@ class ChannelSuite(Suite):
             return address
 
         asked = aside(ends.connect(find).about)
-        until(looked.is_set, "the address was not looked for")
+        assert looked.wait(SOON), "no trainer answers, and `find` was not called"
         address = ends.begin().address
         assert come(asked) == {"store": "test:"}
 
@@ -363,7 +363,7 @@ class ChannelSuite(Suite):
         assert time.monotonic() - began > PATIENT
         looked.clear()
         again = aside(RemoteQueue(client).about)
-        until(looked.is_set, "the address was not looked for")
+        assert looked.wait(SOON), "no trainer answers, and `find` was not called"
         trainers.append(ends.begin())
         until(again.done, "a call had no answer")
         soon = again.exception()

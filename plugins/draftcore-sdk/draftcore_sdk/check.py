@@ -305,18 +305,12 @@ def suite(check: Check) -> type[Suite]:
     def uri(self: Suite, tmp_path: Path) -> str:
         return check.uri.replace("{tmp}", str(tmp_path / "offer"))
 
-    def by_hand(self: Suite, *arguments: Any) -> None:
-        pytest.skip(f"only a test file can say how: a subclass of {name} with `{method}`")
-
     if check.uri:
         said[f"{check.kind}_uri"] = uri
     if check.shape:
         said["shape"] = check.shape
-    wrapped = " " in check.plugin
-    if check.kind == "batches" and wrapped:  # around the queue
+    if check.kind == "batches" and " " in check.plugin:  # around the queue
         said["producing"] = lambda self, file, loose: self.by_producers(file, loose)
-    elif method := {"store": "alter", "batches": "producing"}.get(check.kind):
-        said[method] = by_hand
     return type("TestSuite", (base,), said)
 
 

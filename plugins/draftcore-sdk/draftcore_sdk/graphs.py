@@ -147,8 +147,10 @@ class GraphBackendSuite(Suite):
     def test_what_was_not_captured_cannot_run(self, bench: Bench) -> None:
         for key in (LARGE, SMALL):
             assert bench.can_run(key), f"{key} was captured and cannot run, whatever lengths_B says"
-        for unknown in (ShapeKey(3, 2, "x"), ShapeKey(ROWS, 3, "x"), ShapeKey(ROWS, 2, "y")):
-            assert not bench.can_run(unknown), unknown
+        others = ShapeKey(3, 2, "x"), ShapeKey(ROWS, 3, "x"), ShapeKey(ROWS, 2, "y")
+        for unknown, what in zip(others, ("rows", "length", "variant"), strict=True):
+            told = f"`can_run` says yes for what differs by `{what}` alone from a captured key"
+            assert not bench.can_run(unknown), told
 
     def test_a_key_captured_again_is_replaced(self, bench: Bench) -> None:
         other = torch.full((3,), 7.0, device=bench.device)

@@ -186,7 +186,10 @@ if start == 1:
 if start == 2:
     sys.exit(5)
 """
-        assert trial.run(program, producers=2, restarts=2) == 0
+        try:
+            assert trial.run(program, producers=2, restarts=2) == 0
+        except DraftcoreError as error:
+            pytest.fail(f"each of two died twice, of restarts=2 that are each one's own: {error}")
         assert len(trial.left("trainer")) == 1
 
     def test_what_dies_again_and_again_ends_the_run(self, trial: Trial) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 CYCLES = 20
+SWITCHES = "default dtype", "threads", "deterministic", "float32 products"  # of `of_the_process`
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class Suite:
     options: ClassVar[Mapping[str, Any]] = {}  # the offer's options, as in a run's YAML
     loose: ClassVar[Path | None] = None  # the file of a plugin that is not installed
     limit: ClassVar[float] = LIMIT  # seconds of a test on a quiet machine; of engines more
+    began: ClassVar[dict[str, Any]] = {}  # the process's switches before the plugin's first use
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -70,6 +71,8 @@ class Suite:
     def time_of_suite(cls, request: pytest.FixtureRequest) -> Iterator[Limit]:
         limit = Limit(request.config)
         limit.start(cls.limit)
+        if memory := sys.modules.get("draftcore_sdk.memory"):
+            cls.began = {name: memory.of_the_process()[name] for name in memory.SWITCHES}
         yield limit
         limit.stop()
 

@@ -85,7 +85,7 @@ class ObserverSuite(Around):
         }
         threads = set(threading.enumerate())
         for name, told in [*calls.items()] * 2:  # a process may run twice, and train two drafts
-            given, before = copy.deepcopy((told, snapshot(bench.draft))), around(bench)
+            given, before = copy.deepcopy((told, snapshot(bench.draft))), around(bench) | self.began
             getattr(bench.hook, name)(**told)
             said = capsys.readouterr().err
             assert SET_ASIDE not in said, said
