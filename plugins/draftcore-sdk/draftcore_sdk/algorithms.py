@@ -719,7 +719,7 @@ class AlgorithmSuite(HandingOver, Taught, Drafting, Causality, Training):
         for number, changed in enumerate([*cases, {}, *CONFIGS]):
             config = {} if number <= len(cases) else changed
             of = f"{'a target of ' * bool(config)}{changed or bench.data}"
-            said = f"an export says not enough to be read as it was made, with {of}"
+            said = f"an export says not enough, or the drafter does otherwise than it, with {of}"
             target, draft = bench.example.spec, None
             target = saying(target, tmp_path / f"target {number}", config) if config else target
             try:
