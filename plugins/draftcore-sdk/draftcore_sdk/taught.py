@@ -6,6 +6,7 @@ draft.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from draftcore_eval.proposals import depth_of
 from torch import Tensor
 
 from draftcore.contracts.algorithm import Draft, Sample
-from draftcore_sdk.causality import LABELS, Reading, learning
+from draftcore_sdk.causality import LABELS, LEARNED, Reading, learning
 from draftcore_sdk.check import variants
 from draftcore_sdk.drafting import FAR, Told, count_of, nodes, parents_of
 from draftcore_sdk.suite import Suite, once, slow
@@ -82,6 +83,22 @@ class Taught(Suite):
         assert reads[less] == reads[more], (
             f"{FAR} tokens back {more} reads features and {less} does not: a window, or lost slots"
         )
+
+    @once
+    @torch.no_grad()
+    def test_what_the_target_teaches_has_its_scale_and_soft_cap(self, bench: Bench) -> None:
+        """Of a loss that reads the state from which the target's distribution of its label is made."""
+        read, plain = Reading.of(bench), float(bench.loss(bench.noisy, bench.batch).numerator)
+        last = LEARNED[-1] + read.offset
+        if "last_hidden" not in read.text.features or not read.moves("last_hidden", last - 1, last):
+            pytest.skip("the loss does not read the target's last state of what it predicts")
+        for name, value in {"logit_scale": 0.2, "logit_softcap": 1.0}.items():
+            target = copy.copy(bench.example.spec)
+            setattr(target, name, value)
+            draft = bench.build(target)
+            draft.module.load_state_dict(bench.noisy.module.state_dict())
+            same = float(bench.loss(draft, bench.batch).numerator) == plain
+            assert not same, f"the target's {name} is forgotten: `TargetSpec.capped`"
 
     # ------------------------------------------------------------ capabilities
 
@@ -206,7 +223,8 @@ class Fit:
         if dataclasses.replace(self, free_NX=torch.cat([self.free_NX, ones_N1], 1)).gap < EXACT:
             return "they differ by a factor and a constant: label smoothing, or other logits"
         if self.surprise_NP.shape[1] == 1:
-            return "they are of other logits: another state, norm or label than in training"
+            said = "they are of other logits: another state, norm or label than in training"
+            return f"{said}; or a floor\nor an epsilon is under the logarithm"
         return "of the first draft they agree: what goes from step to step differs"
 
 

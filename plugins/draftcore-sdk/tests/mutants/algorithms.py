@@ -395,6 +395,8 @@ choose(logits_BV, => choose(self.draft.hidden_V + logits_BV,
      steps: int = Field(
 == counts_hits_twice: test_metrics_are_in_their_range
 "accuracy": (hits, total) => "accuracy": (2 * hits, total)
+== averages_its_metrics: test_metrics_add_up_over_micro_batches: return sums as metrics
+"accuracy": (hits, total) => "accuracy": (hits / total, total / total)
 == seeds_torch_in_the_loss: test_building_the_loss_and_decoding_leave_the_process_as_it_is
 ChainDraft.forward(batch): return torch.manual_seed(1) and super().forward(batch)
 == never_learns_token_0: test_every_part_of_a_long_text_is_learned: token 0 is never learned
@@ -442,6 +444,8 @@ DISTILLING = f"""
 == distils: passes {WITH}
 == sees_one_future_row: test_the_loss_reads_nothing_that_comes_after_what_it_predicts: sees the future
 state_BTH = self.enter(batch.features) => state_BTH = self.enter(batch.features).roll(-1, 1)
+== distils_from_logits_as_they_are: test_what_the_target_teaches_has_its_scale_and_soft_cap: forgotten
+module).update(capped=target.capped) => module).update(capped=lambda logits: logits)
 == distils_from_logits_without_a_cap: {WITH}: the soft cap of the target's logits is forgotten
 module).update(capped=target.capped) => module).update(capped=lambda logits: 2 * logits)
 """
