@@ -71,7 +71,7 @@ NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 CORE_LINES, KERNEL_LINES = 4300, 1750  # may fall, never rise
 # Raw lines. That of tests rises with a new dist or verb, by its code lines at most; that of the kit, which
 # authors run, with wrong plugins that it catches for the first time.
-TEST_LINES, KIT_LINES = 34550, 10430
+TEST_LINES, KIT_LINES = 34550, 10433
 
 
 @cache

@@ -396,6 +396,9 @@ class CaptureSuite(Suite):
         self, open_capture: Open, target: TargetSpec
     ) -> None:
         """An evaluation during training opens one of its own. What was not taken is waited for by none."""
+        first = open_capture(REQUESTS["both"])
+        features_of(first, batch(0))  # transformers leaves hooks of its own, once
+        first.close()
         hooks = hooks_of(target)
         capture, other = (open_capture(REQUESTS["both"]) for _ in range(2))
         before = features_of(other, batch(0))
