@@ -316,7 +316,9 @@ def require_memory(parts: TrainerParts) -> None:
     run, device, plan = parts.run, parts.trainers[0].device, parts.plan
     if device.type != "cuda":
         return
-    here = parts.features.store is None and resolve_device(run.target.device) == device
+    places, current = (device, resolve_device(run.target.device)), torch.cuda.current_device()
+    indexed = {(d.type, current if d.index is None else d.index) for d in places}
+    here = parts.features.store is None and len(indexed) == 1
     target = run.target.weight_bytes() // run.target.devices if here else 0
     rows = plan.batches[plan.tokens.argmax()]
     held, step = run.step_memory(plan.lengths[list(rows)].tolist())
