@@ -16,6 +16,7 @@ hookimpl = pluggy.HookimplMarker("draftcore")
 FUNCTIONS = {
     **dict.fromkeys(("capture", "export", "open_run", "train"), "api"),
     "bind": "plugins.binding",
+    "install_line": "plugins.dists",
     **dict.fromkeys(("RunConfig", "load_config"), "config"),
     "load_plugins": "plugins.registry",
     "open_checkpoint": "training.checkpoint",

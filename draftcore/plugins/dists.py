@@ -173,8 +173,8 @@ def remedy(error: BaseException, plugin: Plugin, module: str) -> str:
         return f"python -c {shlex.quote(f'import {module}{calls}')}   # shows where it fails"
     lacking = str(getattr(error, "name", "") or module).partition(".")[0]
     if lacking in ("draftcore", module.partition(".")[0]):
-        return install("--force-reinstall", plugin.dist)
-    return install(*unmet(plugin.requires) or [lacking])
+        return install_line("--force-reinstall", plugin.dist)
+    return install_line(*unmet(plugin.requires) or [lacking])
 
 
 def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
@@ -184,11 +184,11 @@ def advice(kind: str, name: str, here: Collection[str]) -> tuple[str, str]:
     hint = f" (did you mean {near!r}?)" if near not in ("", name) else ""
     if near in here or near not in known:
         return hint, "choose one that is there, or install the plugin that offers it"
-    remedy = install("draftcore[standard]" if known[near] in defaults() else known[near])
+    remedy = install_line("draftcore[standard]" if known[near] in defaults() else known[near])
     return hint, remedy + f"   # for {near!r}" * bool(hint)
 
 
-def install(*words: str) -> str:
+def install_line(*words: str) -> str:
     """Return the pip line with these words, quoted for a shell.
 
     Where the core was installed from a checkout, dists of ours are folders there.

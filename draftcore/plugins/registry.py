@@ -228,7 +228,7 @@ def _check_metadata(plugin: Plugin, installed: Iterable[Plugin]) -> None:
         here = ", ".join(f"{name} {version_of(name) or 'none'}" for name in names)
         state = "incompatible" if CORE in names else "broken"
         problem = f"requires {', '.join(needs)}; here: {here}"
-        raise _UnusableError(problem, dists.install(*needs), state)
+        raise _UnusableError(problem, dists.install_line(*needs), state)
 
 
 def _check_code(plugin: Plugin, registry: Registry) -> None:

@@ -27,7 +27,7 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import Ranks
 from draftcore.errors import DraftcoreError, UsageError
 from draftcore.files import STEPS, digest, read_sealed, regular, sync, write_atomic, write_sealed
-from draftcore.plugins.dists import install
+from draftcore.plugins.dists import install_line
 from draftcore.plugins.registry import Registry
 from draftcore.training.optimizer import full, shard_like
 from draftcore.training.ranks import SINGLE_RANK
@@ -268,6 +268,6 @@ def missing(described: Sequence[Mapping[str, str]], registry: Registry) -> str:
     for name, dist, version in ((e["name"], e["dist"], e["version"]) for e in described):
         if name not in here:
             file = version.startswith("sha256:")
-            get = f"--plugin {dist}" if file else install(f"{dist}=={version}")
+            get = f"--plugin {dist}" if file else install_line(f"{dist}=={version}")
             lines.append(f"  {name} {version}: {get}")
     return "\n".join(lines) if lines[1:] else ""

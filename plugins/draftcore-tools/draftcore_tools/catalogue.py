@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 from pydantic import BaseModel, Field, ValidationError
 
+from draftcore import install_line
 from draftcore.errors import UsageError, one_line, raised
 from draftcore.files import regular
 
@@ -59,32 +60,20 @@ class Published(BaseModel):
         except PackageNotFoundError:
             return ""
 
-    def line(self, registry: Any) -> str:
-        """Return the line that installs it: that of the errors, which know a checkout's folders."""
-        for offer in () if self.home else self.offers:
-            kind, _, name = offer.partition(" ")
-            try:
-                registry.find(kind, name)
-            except UsageError as error:
-                said = str(error).splitlines()[-1].partition("   #")[0].strip()
-                if "pip install " in said:
-                    return said
-        return f"pip install {self.name}"
-
 
 class Catalogue(BaseModel):
     """All of it, in the order in which it is shown."""
 
     dists: list[Published]
 
-    def lines(self, registry: Any) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """Yield a table of what is not installed, and how many are."""
         missing = [dist for dist in self.dists if not dist.installed]
         rows: list[tuple[str, ...]] = [HEADER]
         for dist in missing:
             home = f"   # {one_line(dist.home, 200)}" * bool(dist.home)
             cells = dist.name, dist.category, dist.version, str(dist.suites)
-            rows.append((*(one_line(cell, 60) for cell in cells), dist.line(registry) + home))
+            rows.append((*(one_line(cell, 60) for cell in cells), install_line(dist.name) + home))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows if missing else ():
             yield "  ".join(map(str.ljust, row, widths)).rstrip()

@@ -179,7 +179,7 @@ def catalogue(registry: Any, place: str | None, as_json: bool) -> None:
     if as_json:
         data = [{**dist.model_dump(), "installed": dist.installed} for dist in found.dists]
         click.echo(json.dumps(data, indent=1))
-    for line in () if as_json else found.lines(registry):
+    for line in () if as_json else found.lines():
         click.echo(line)
 
 
