@@ -91,7 +91,7 @@ def tried(dist: str) -> Row:
     return row
 
 
-def made(new: Mapping[str, Row] = {}) -> tuple[str, str]:
+def made(new: Mapping[str, Row]) -> tuple[str, str]:
     """Return the catalogue as JSON, and its page; what is known of suites stays where it is not `new`."""
     known = (
         {row["name"]: row for row in json.loads(DATA.read_text())["dists"]} if DATA.exists() else {}

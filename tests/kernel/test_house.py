@@ -66,7 +66,7 @@ def test_a_version_takes_what_is_unreleased_with_its_date() -> None:
 
 def test_the_catalogue_is_made_of_what_is_here_and_a_strangers_line_is_read_or_refused() -> None:
     catalogue = runpy.run_path(str(ROOT / "docs" / "site" / "catalogue.py"))
-    for name, text in zip(("catalogue.json", "catalogue.md"), catalogue["made"](), strict=True):
+    for name, text in zip(("catalogue.json", "catalogue.md"), catalogue["made"]({}), strict=True):
         assert (ROOT / "docs" / name).read_text() == text, "python docs/site/catalogue.py"
     line = {"category": "algorithm", "home": "https://example.org/echo"}
     (row,) = catalogue["others"]({"echo": line})
