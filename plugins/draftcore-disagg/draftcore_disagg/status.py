@@ -34,11 +34,15 @@ PATIENCE = 10.0  # seconds that the trainer has to answer
 
 @dataclass(frozen=True)
 class DraftStatus:
-    """How a draft's training stands, in words, and its latest steps; `waits` is the share for features."""
+    """How a draft's training stands, in words, its last step, and those that were logged last.
+
+    `loss` is that of step `logged`; `waits` is the share of the time for features.
+    """
 
     draft: str
     standing: str
     step: int
+    logged: int
     loss: float
     tokens_per_second: float
     waits: float
@@ -46,7 +50,8 @@ class DraftStatus:
     def lines(self) -> Iterator[tuple[str, str]]:
         prefix = f"{self.draft}: " if self.draft else ""
         yield f"{prefix}run", self.standing
-        stands = f"{self.step}, loss {self.loss:.4g}, {self.tokens_per_second:,.0f} tokens/s"
+        at = f" at {self.logged}" * (self.logged != self.step)
+        stands = f"{self.step}, loss {self.loss:.4g}{at}, {self.tokens_per_second:,.0f} tokens/s"
         yield f"{prefix}step", stands
         yield f"{prefix}waits for features", f"{self.waits:.0%} of its time"
 
@@ -82,10 +87,10 @@ def parts(
     for label in config.drafts or [""]:
         steps = latest(run / label / "metrics.jsonl")
         last, spent = steps[-1], sum(one["seconds"] for one in steps)
-        stands = standing(run, run / label / "checkpoints", last["step"], place)
+        stands, step = standing(run, run / label / "checkpoints", last["step"], place)
         waits = sum(one["fetch_seconds"] for one in steps) / spent
         tokens = sum(one["tokens"] for one in steps) / spent
-        yield DraftStatus(label, stands, last["step"], last["loss"], tokens, waits)
+        yield DraftStatus(label, stands, step, last["step"], last["loss"], tokens, waits)
     if not place:
         return
     if not (address := queue_address(run)):
@@ -122,8 +127,8 @@ def trainer_place(run: Path) -> str:
     return ""
 
 
-def standing(run: Path, checkpoints: Path, last: int, place: str) -> str:
-    """Say how a draft's training stands whose last known step is `last`."""
+def standing(run: Path, checkpoints: Path, last: int, place: str) -> tuple[str, int]:
+    """Say how a draft's training stands whose last logged step is `last`; returns its last step too."""
     state, (ended, at) = dict[str, Any](), ("", 0)
     with suppress(OSError, ValueError, KeyError):
         ended, at = read_sealed(run / "run.json")["ended"]
@@ -131,15 +136,15 @@ def standing(run: Path, checkpoints: Path, last: int, place: str) -> str:
         newest = max(checkpoints.glob(f"{STEPS}/COMPLETE"), default=checkpoints)
         state = json.loads(newest.with_name("state.json").read_text())
     step, total = state.get("step", 0), state.get("total_steps", 0)
-    of = f" of {total}" if total >= last else ""
+    of, known = f" of {total}" if total >= last else "", max(step, last)
     if place == socket.gethostname() or (place and last > at):
-        return f"under way on {place}, step {last}{of}"
+        return f"under way on {place}, step {known}{of}", known
     if reason := state.get("stopped"):
-        return f"stopped, step {step}{of}: {reason}"
+        return f"stopped, step {step}{of}: {reason}", step
     if total and step == total:
-        return f"finished, step {step}{of}"
+        return f"finished, step {step}{of}", step
     how = ended if last <= at else "killed"  # by who left no word
-    return f"{how}, step {max(step, last)}{of}; the same command goes on from step {step}"
+    return f"{how}, step {known}{of}; the same command goes on from step {step}", known
 
 
 def latest(file: Path) -> list[dict[str, Any]]:

@@ -62,12 +62,12 @@ def test_a_run_under_way_says_how_it_stands_and_its_end_is_noticed(run: Run) -> 
 
 
 def test_a_finished_run_says_so_and_nothing_heavy_is_imported(tmp_path: Path) -> None:
-    (run := Run(tmp_path, tiny_target(tmp_path / "target"), samples=8)).finish()
+    (run := Run(tmp_path, tiny_target(tmp_path / "target"), samples=8)).finish("train.log_every=3")
     code = "import sys, draftcore.cli as cli; cli.main(sys.argv[1:], standalone_mode=False)"
     code += "; assert not {'torch', 'transformers', 'numpy'} & {*sys.modules}"
     line = [sys.executable, "-c", code, "status", str(run.yaml)]
     done = subprocess.run(line, check=True, capture_output=True, text=True)
-    assert re.match(r"run +finished, step 4 of 4\nstep +4, loss [-\d.e+]+, ", done.stdout)
+    assert re.match(r"run +finished, step 4 of 4\nstep +4, loss [-\d.e+]+ at 3, ", done.stdout)
     told = status(run.yaml)  # as a program is told
     assert [(one.step, one.standing) for one in told.drafts] == [(4, "finished, step 4 of 4")]
     assert told.queue is None
