@@ -50,8 +50,10 @@ def test_what_was_trained_is_evaluated_and_exported_to_the_bit(trained: Project)
     assert "is not empty" in trained.cli("export", "--force", ok=False).output
 
 
-def test_a_report_says_what_it_is_about_and_lists_its_prompts(trained: Project) -> None:
-    """And has the figures that plugins add."""
+def test_a_report_says_what_it_is_about_and_lists_its_prompts(
+    trained: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has the figures that plugins add. While it decodes, lines say how far a batch is."""
     (file := trained.folder / "gain.py").write_text(
         "from draftcore import hookimpl\n"
         "@hookimpl\n"
@@ -59,8 +61,10 @@ def test_a_report_says_what_it_is_about_and_lists_its_prompts(trained: Project) 
         "    weights = sum(p.numel() for p in draft.module.parameters())\n"
         "    return {'tokens_per_weight': report['tokens'] / weights}\n"
     )
+    monkeypatch.setattr("draftcore_eval.decode.SECONDS_BETWEEN_LINES", 0.001)
     output = trained.cli("eval", plugin=file).output
     assert "decoding 2/3" in output
+    assert re.search(r"decoding 0/3  (\d+ tokens of )?the batch under way", output)
     assert "tokens_per_weight  " in output
     report = json.loads((trained.run / "eval" / "report.json").read_text())
     assert 0 < report["tokens_per_weight"] < report["tokens"]

@@ -9,10 +9,13 @@ Shape letters: B rows still running, K drafted tokens, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from draftcore.contracts.algorithm import Drafter, Proposal
 from draftcore.contracts.target import PrefillRunner, TargetModel, TargetSpec
 from draftcore.errors import DraftcoreError
+from draftcore.progress import Progress
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.proposals import checked_proposal, depth_of, lineage, verify, verify_tree
 from draftcore_eval.report import Decoded, Report, Tie
@@ -30,6 +34,9 @@ from draftcore_eval.runner import DecodeRunner, Prompts, Rows
 # Seen on the small target, one H200, 2026-11: 0.51 in bf16, 4.1e-6 in fp32.
 TIE_BOUNDS = {torch.bfloat16: 1.0, torch.float16: 0.125, torch.float32: 1e-4}
 PLAIN_STEPS = 8  # plain steps that are timed, for their median
+SECONDS_BETWEEN_LINES = 10.0  # about progress, where there is no terminal
+# Gets how many prompts are done, and how far the batch after them is.
+Show = Callable[[int, str], object]
 
 
 # ---------------------------------------------------------------- the runner `eager`
@@ -162,16 +169,46 @@ class Clock:
     rounds: int = 0
 
 
+class DecodingProgress(Progress):
+    """Progress of decoding prompts, whose batches may take minutes each: of the batch under way as well."""
+
+    def __init__(self, prompts: int, batch: int, verb: str = "decoding") -> None:
+        self.done, self.under_way, self.ended = 0, "", threading.Event()
+        super().__init__(prompts, verb=verb, every=batch, status_line=lambda: self.under_way)
+        self.thread = threading.Thread(target=self.repeat, daemon=True)
+
+    def __enter__(self) -> Self:
+        if self.disable:
+            self.thread.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        if self.disable:
+            self.thread.join()
+        self.stop()
+
+    def show_batch(self, done: int, under_way: str) -> None:
+        """Show how many prompts are done, and what of the batch under way, '' at its end."""
+        self.done, self.under_way = done, under_way
+        if not under_way:
+            self.show(done)
+
+    def repeat(self) -> None:
+        """Print a line every few seconds: of a batch, and of what takes long beside its rounds."""
+        while not self.ended.wait(SECONDS_BETWEEN_LINES):
+            self.tell(f"{self.line.format(self.done)}  {self.under_way}".rstrip())
+
+
 def evaluate_prompts(
     runner: DecodeRunner, prompts: Prompts, config: EvalOptions,
-    show: Callable[[int], None] = lambda done: None,
+    show: Show = lambda done, under_way: None,
     text: Callable[[Sequence[int]], str] | None = None,
 ) -> Report:  # fmt: skip
     """Decode prompts speculatively and, where greedy, compare each with the target's `generate`.
 
-    Prompts are decoded in batches of like length; `show` gets how many are done; `text` writes tokens
-    as text for the report. Raises DraftcoreError where the output differs from the reference by more
-    than a tie.
+    Prompts are decoded in batches of like length; `text` writes tokens as text for the report.
+    Raises DraftcoreError where the output differs from the reference by more than a tie.
     """
     clock = Clock()
     decoded, ties = decode(runner, prompts, config, show, clock)
@@ -190,8 +227,7 @@ def evaluate_prompts(
 
 def decode(
     runner: DecodeRunner, prompts: Prompts, config: EvalOptions,
-    show: Callable[[int], None] = lambda done: None, clock: Clock | None = None, *,
-    check: bool = True,
+    show: Show = lambda done, under_way: None, clock: Clock | None = None, *, check: bool = True,
 ) -> tuple[list[Decoded], list[Tie]]:  # fmt: skip
     """Decode prompts in batches of like length; greedy ones are compared with `generate`, on `check`.
 
@@ -203,21 +239,25 @@ def decode(
     for start in range(0, len(order), config.batch):
         rows = order[start : start + config.batch]
         batch, seed = [prompts[i] for i in rows], config.seed + start
-        decoded = speculate(runner, batch, config.model_copy(update={"seed": seed}), clock)
+        show_batch = functools.partial(show, len(results))
+        seeded = config.model_copy(update={"seed": seed})
+        decoded = speculate(runner, batch, seeded, clock, show_batch)
         if check and config.temperature == 0:
+            show_batch("the batch under way once more without the draft, to compare")
             references = runner.target.generate(batch, config.max_new_tokens)
             for output, reference in zip(decoded, references, strict=True):
                 ties += resolve_ties(runner, output, reference, config)
         results.update(zip(rows, decoded, strict=True))
-        show(len(results))
+        show(len(results), "")
     return [results[i] for i in range(len(prompts))], ties
 
 
 @torch.inference_mode()
 def speculate(
-    runner: DecodeRunner, prompts: Prompts, config: EvalOptions, clock: Clock | None = None
-) -> list[Decoded]:
-    """Decode a batch of prompts until each ends or has `max_new_tokens` tokens."""
+    runner: DecodeRunner, prompts: Prompts, config: EvalOptions, clock: Clock | None = None,
+    show: Callable[[str], object] = lambda under_way: None,
+) -> list[Decoded]:  # fmt: skip
+    """Decode a batch of prompts until each ends or has `max_new_tokens` tokens; `show` gets how far it is."""
     clock, K, end = clock or Clock(), runner.drafter.num_drafts, runner.target.end_tokens
     max_len = _max_len(runner, prompts, config)
     flight = runner.start(prompts, max_len, config.temperature, config.seed)
@@ -234,6 +274,7 @@ def speculate(
             active = [active[i] for i in running]
             flight.keep(running)
 
+        show(f"{sum(len(row.tokens) for row in results):,} tokens of the batch under way")
         began = _now(runner)
         flight.propose()
         drafted = _now(runner)

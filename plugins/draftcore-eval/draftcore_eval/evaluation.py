@@ -14,9 +14,8 @@ from draftcore.contracts.algorithm import Draft
 from draftcore.contracts.run import OpenDraft, OpenRun, Prompts
 from draftcore.contracts.runner import Runner
 from draftcore.errors import DraftcoreError, UsageError, plural
-from draftcore.progress import Progress
 from draftcore_eval.card import versions, write_card
-from draftcore_eval.decode import evaluate_prompts
+from draftcore_eval.decode import DecodingProgress, evaluate_prompts
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Report, comparison, plot
 from draftcore_eval.runner import DecodeRunner
@@ -86,8 +85,9 @@ class Decoding:
             text = run.target.load_tokenizer().decode
         device = run.target.load_model().device
         built.module.to(device).eval()
-        with Progress(len(ids), verb="decoding", every=options.batch) as progress:
-            report = evaluate_prompts(self.decoder(draft, built), ids, options, progress.show, text)
+        with DecodingProgress(len(ids), options.batch) as progress:
+            decoder, show = self.decoder(draft, built), progress.show_batch
+            report = evaluate_prompts(decoder, ids, options, show, text)
         if not report.rounds:
             raise DraftcoreError(
                 f"the target ends its answer to each of {plural(len(ids), 'prompt')} with the first "

@@ -30,7 +30,7 @@ from draftcore.contracts.target import TargetModel
 from draftcore.errors import DraftcoreError, UsageError, one_line, plural, raised
 from draftcore.progress import Progress
 from draftcore_eval.causes import Mistake, Variants, prompts_otherwise
-from draftcore_eval.decode import TIE_BOUNDS, EagerRunner, decode
+from draftcore_eval.decode import TIE_BOUNDS, DecodingProgress, EagerRunner, decode
 from draftcore_eval.engines import Answer, Engine, Serving
 from draftcore_eval.options import EvalOptions
 from draftcore_eval.report import Decoded
@@ -444,8 +444,8 @@ def decode_here(
             f"{draft.algorithm.offer.name} drafts trees, and engines are asked for chains\n"
             "  draftcore eval measures the acceptance length of such drafts"
         )
-    with Progress(len(prompts), verb="decoding here", every=options.batch) as progress:
-        decoded, _ = decode(EagerRunner(model, drafter), prompts, options, progress.show)
+    with DecodingProgress(len(prompts), options.batch, "decoding here") as progress:
+        decoded, _ = decode(EagerRunner(model, drafter), prompts, options, progress.show_batch)
     if not any(one.accepted for one in decoded):
         raise DraftcoreError(
             f"the target ends its answer to each of {plural(len(prompts), 'prompt')} with the first "
