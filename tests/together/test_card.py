@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from tests.together.conftest import Project
 
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 FIGURE = re.compile(r"\*\*(\d\.\d\d) tokens a round\*\*")
 
 
@@ -26,6 +27,8 @@ def test_a_card_says_what_was_measured_of_these_weights_and_names_no_path(traine
     export, target = trained.run / "export", Path(trained.config["target"]["path"])
     said = trained.cli("export").output
     assert "no acceptance was measured: draftcore eval" in said
+    shown = said[said.index("to serve") :].replace("<target>", "Qwen/Qwen3-8B").strip()
+    assert shown.replace(str(trained.run), "runs/my-draft").replace(target.name, "Qwen3-8B") in PAGE
     assert "No acceptance was measured." in read(export)[1]
     report = json.loads(trained.cli("eval", "eval.requests=3", "--json").stdout)
     (data, text), served = read(export), report["served"]

@@ -38,6 +38,7 @@ def test_the_more_requests_the_fewer_drafts_until_none_pays() -> None:
     _, *rows = table(served(requests=32))
     squeezed = [line.split() for line in PAGE.splitlines()]
     assert all(" ".join(row).split() in squeezed for row in rows), "as docs/serving.md shows them"
+    assert advice(served(requests=32)) in PAGE
 
 
 def test_a_few_requests_to_a_mixture_of_experts_read_more_of_it_with_each_draft() -> None:

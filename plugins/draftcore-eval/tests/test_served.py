@@ -25,6 +25,7 @@ from draftcore.cli import main
 from draftcore.errors import UsageError
 
 ENGINES = Path(__file__).with_name("wrong_engine.py")
+PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 # Of each draft its options, the steps that it is trained, and the tokens of an answer.
 DRAFTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "eagle3": ({"layers": [1, 2, 4], "draft_vocab_size": 250, "ttt_length": 2, "num_drafts": 3}, 120, 40),
@@ -131,6 +132,8 @@ def test_each_mistake_of_an_engine_is_named_with_the_first_token_that_shows_it(s
         assert any(cause.startswith(named_as) for cause in causes), found.to_json()
         assert found.first is not None
         assert found.here[found.first.prompt].tokens[found.first.token] == found.first.id
+        if engine == "lower-layers":
+            assert "\n".join([f"{name:28}  {said}" for name, said in found.lines()][-3:]) in PAGE
 
 
 def test_of_a_mistake_that_nobody_knows_the_first_token_is_found_by_asking(
