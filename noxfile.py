@@ -288,8 +288,9 @@ def install_debian_packages(session: nox.Session, project: Path) -> None:
             state = ("dpkg-query", "-W", "-f", "${Status}", package)
             found = session.run(*state, silent=True, success_codes=[0, 1])
             if "ok installed" not in str(found):
-                session.run_install("apt-get", "-qq", "update")
-                session.run_install("apt-get", "-qq", *WAITING, "install", "-y", package)
+                apt = (*(("sudo",) if os.geteuid() else ()), "apt-get", "-qq")
+                session.run_install(*apt, "update")
+                session.run_install(*apt, *WAITING, "install", "-y", package)
 
 
 def all_dists(session: nox.Session) -> str:

@@ -35,18 +35,10 @@ INVENTED = ("echo", "lens", "shelf", "auto")  # offers of nobody, in examples fo
 OWN_TEST = "writing-a-plugin.md"  # its commands build on each other: test_writing_a_plugin.py
 # The models whose options a README's tables list, where they are not those of a URI.
 MODELS = {
-    "draftcore-eagle3": ["draftcore_eagle3.options:Eagle3Options"],
-    "draftcore-dflash": ["draftcore_dflash.options:DFlashOptions"],
-    "draftcore-sglang": [
-        "draftcore_sglang.options:SglangOptions",
-        "draftcore_sglang.options:ServerOptions",
-        "draftcore_sglang.options:EngineOptions",
-    ],
-    "draftcore-vllm": [
-        "draftcore_vllm.options:EngineOptions",
-        "draftcore_vllm.options:VllmOptions",
-        "draftcore_vllm.options:ServerOptions",
-    ],
+    "eagle3": ["Eagle3"],
+    "dflash": ["DFlash"],
+    "sglang": ["Sglang", "Server", "Engine"],
+    "vllm": ["Engine", "Vllm", "Server"],
 }
 VERB = re.compile(r"(?:^|^\$ |`)draftcore ([a-z][a-z-]+)", re.MULTILINE)
 FOLDERS = r"draftcore(?!_echo)\w*|docs|tests|benchmarks|examples|plugins|internals"
@@ -161,6 +153,15 @@ def test_readme_is_two_screens_and_every_page_opens_with_what_its_reader_can_do_
         assert f": {page.name}\n" in listed
 
 
+def test_what_is_said_of_another_trainer_leads_to_its_source() -> None:
+    page = TEXT[ROOT / "docs/comparison.md"]
+    rows = re.findall(r"^\| (?:[^|\n]+\|){7}$", page, re.MULTILINE)
+    cells = [cell for row in rows[1:] for cell in row.split(" | ")[1:6]]
+    assert {re.sub(r"\[.+", "[", cell) for cell in cells} == {"no", "?", "["}
+    sources = re.findall(r"^\[(.+?)\]: https://", page, re.MULTILINE)
+    assert set(re.findall(r"\]\[(.+?)\]", page)) == {*sources}
+
+
 @pytest.mark.parametrize("name", READMES)
 def test_a_readme_opens_with_what_it_is_and_how_to_have_it(name: str) -> None:
     """The title, a paragraph that fills its lines, the pip line, and something to begin with."""
@@ -202,12 +203,11 @@ def fields_of(path: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tables_list_the_options_that_there_are_and_their_defaults(name: str) -> None:
     """Where a default is a number or a switch; what depends on the target is said in words."""
-    fields = [field for path in MODELS[name] for field in fields_of(path).items()]
-    assert sorted(n for names, _ in option_rows(name) for n in names) == sorted(
-        n for n, _ in fields
-    )
-    checked = 0
-    for names, said in option_rows(name):
+    models = (fields_of(f"draftcore_{name}.options:{model}Options") for model in MODELS[name])
+    fields = [field for model in models for field in model.items()]
+    rows, checked = [*option_rows(f"draftcore-{name}")], 0
+    assert sorted(n for names, _ in rows for n in names) == sorted(n for n, _ in fields)
+    for names, said in rows:
         given = [part.strip("` ") for part in said.split(",")]
         for pair in zip(names, given, strict=False):
             if len(names) == len(given) and re.fullmatch(r"[\d.]+(e-?\d+)?|true|false", pair[1]):
