@@ -185,24 +185,18 @@ def fused(
         hidden_RH, query_RE, successor_VE, head_VH, labels, weight_R, alpha,
         top_k, replaced, detached, wanted,
     )  # fmt: skip
-    rows, size, taught = len(hidden_RH), len(head_VH), labels.ndim > 1
-    parts = heads.slices(rows, size * (2 if taught else 1))
-    most = parts[0].stop if parts else 0
-    memory = hidden_RH.new_empty(2 if taught else 1, most, size)
-    peak_rN = hidden_RH.new_empty(most, -(-size // kernels.CHUNK))
-    scale_2R, unused_R = query_RE.new_empty(2, rows), torch.empty_like(found[1])
-    for part in parts:
+    factors = [(hidden_RH, head_VH), *([(labels, head_VH)] if labels.ndim > 1 else [])]
+    scale_2R, unused_R = query_RE.new_empty(2, len(hidden_RH)), torch.empty_like(found[1])
+    for part, (logits_rV, *teacher) in heads.sliced_logits(*factors):
         unary_r, label_r, best_rK, ids_rK, score_rK, *slopes = (x_R[part] for x_R in found)
-        logits_rV, *teacher = memory[:, : part.stop - part.start]
-        scale_2r, peaks_rN = scale_2R[:, part], peak_rN[: part.stop - part.start]
-        torch.mm(hidden_RH[part], head_VH.T, out=logits_rV)
-        kernels.statistics(logits_rV, scale_2r[0], unused_R[part], peaks_rN)
-        if taught:
-            torch.mm(labels[part], head_VH.T, out=teacher[0])
+        scale_2r = scale_2R[:, part]
+        peak_rN = logits_rV.new_empty(len(logits_rV), -(-len(head_VH) // kernels.CHUNK))
+        kernels.statistics(logits_rV, scale_2r[0], unused_R[part], peak_rN)
+        if teacher:
             kernels.statistics(teacher[0], scale_2r[1], label_r)
         else:
             label_r.copy_(labels[part])
-        best_rK.copy_(heads.most_probable(logits_rV, peaks_rN, top_k))
+        best_rK.copy_(heads.most_probable(logits_rV, peak_rN, top_k))
         selected = select(
             logits_rV, best_rK, label_r, query_RE[part], successor_VE, alpha * weight_R[part],
             replaced, wanted,
@@ -210,7 +204,7 @@ def fused(
         for x_r, to_r in zip(selected, [ids_rK, score_rK, *slopes[1:]], strict=True):
             to_r.copy_(x_r)
         kernels.residual(
-            logits_rV, teacher[0] if taught else None, label_r, scale_2r, weight_R[part],
+            logits_rV, teacher[0] if teacher else None, label_r, scale_2r, weight_R[part],
             unary_r, ids_rK, None if detached or not wanted else slopes[2], wanted,
         )  # fmt: skip
         if wanted:

@@ -119,13 +119,8 @@ def fused(
     loss_2R, best_2R, slope_RH, slope_RE, up_grad_VE = _fused_like(
         hidden_RH, low_RE, head_VH, up_VE, labels_R, final_weight_R, base_weight_R, wanted
     )
-    parts, size = heads.slices(len(hidden_RH), 2 * len(head_VH)), len(head_VH)
-    memory_2rV = hidden_RH.new_empty(2, parts[0].stop if parts else 0, size)
     up_grad_VE.zero_()
-    for part in parts:
-        base_rV, final_rV = memory_2rV[:, : part.stop - part.start]
-        torch.mm(hidden_RH[part], head_VH.T, out=base_rV)
-        torch.mm(low_RE[part], up_VE.T, out=final_rV)
+    for part, (base_rV, final_rV) in heads.sliced_logits((hidden_RH, head_VH), (low_RE, up_VE)):
         kernels.corrected(
             base_rV, final_rV, labels_R[part], final_weight_R[part], base_weight_R[part],
             loss_2R[:, part], best_2R[:, part], wanted,

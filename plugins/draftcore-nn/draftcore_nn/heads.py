@@ -10,7 +10,7 @@ vocabulary, K best tokens; r a slice of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -27,11 +27,20 @@ def suits(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def slices(rows: int, width: int) -> list[slice]:
-    """Cut rows of so many logits each into slices of like length."""
-    count = max(1, -(-rows * width // SLICE_ELEMENTS))
-    size = max(1, -(-rows // count // TILE)) * TILE
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+def sliced_logits(*factors: tuple[Tensor, Tensor]) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield slices of rows, with logits [r, V] of each pair of rows [R, H] and a head [V, H].
+
+    Slices are of like length. A slice's logits are written over those before; a caller may write there too.
+    """
+    rows_RH, head_VH = factors[0]
+    rows, size = len(rows_RH), len(head_VH)
+    count = max(1, -(-rows * len(factors) * size // SLICE_ELEMENTS))
+    most = max(1, -(-rows // count // TILE)) * TILE
+    memory = rows_RH.new_empty(len(factors), min(most, rows), size)
+    for start in range(0, rows, most):
+        part = slice(start, min(start + most, rows))
+        pairs = zip(factors, memory[:, : part.stop - start], strict=True)
+        yield part, [torch.mm(x_RH[part], y_VH.T, out=rV) for (x_RH, y_VH), rV in pairs]
 
 
 def numbers(rows: int, like: Tensor) -> Tensor:
@@ -57,10 +66,7 @@ def cross_entropy(
     from draftcore_nn import kernels
 
     loss_R, best_R, slope_RH = _cross_entropy_like(hidden_RH, head_VH, label_R, wanted)
-    parts = slices(len(hidden_RH), len(head_VH))
-    memory_rV = hidden_RH.new_empty(parts[0].stop if parts else 0, len(head_VH))
-    for part in parts:
-        logits_rV = torch.mm(hidden_RH[part], head_VH.T, out=memory_rV[: part.stop - part.start])
+    for part, (logits_rV,) in sliced_logits((hidden_RH, head_VH)):
         kernels.cross_entropy(logits_rV, label_R[part], loss_R[part], best_R[part], wanted)
         if wanted:
             torch.mm(logits_rV, head_VH, out=slope_RH[part])
@@ -84,10 +90,8 @@ def teach(
     from draftcore_nn import kernels
 
     own_RU, own_R, all_R, best_R = _teach_like(hidden_RH, head_VH, ids_U)
-    parts, unused_R = slices(len(hidden_RH), len(head_VH)), torch.empty_like(best_R)
-    memory_rV = hidden_RH.new_empty(parts[0].stop if parts else 0, len(head_VH))
-    for part in parts:
-        logits_rV = torch.mm(hidden_RH[part], head_VH.T, out=memory_rV[: part.stop - part.start])
+    unused_R = torch.empty_like(best_R)
+    for part, (logits_rV,) in sliced_logits((hidden_RH, head_VH)):
         kernels.statistics(logits_rV, all_R[part], best_R[part])
         if ids_U is None:
             own_RU[part] = logits_rV
@@ -119,22 +123,14 @@ def compare(
         hidden_RH, low_RE, up_VE, head_VH, last_hidden_RH, label_R, weight_R, shares, wanted
     )
     *by_row, slope_RH, slope_RE, up_grad_VE = found
-    parts = slices(len(hidden_RH), 2 * len(head_VH))
     all_R, unused_R = numbers(len(hidden_RH), hidden_RH), tokens(len(hidden_RH), hidden_RH)
-    memory_3rV = hidden_RH.new_empty(
-        2 if low_RE is None else 3, parts[0].stop if parts else 0, len(head_VH)
-    )
     up_grad_VE.zero_()
-    for part in parts:
-        logits_rV, teacher_rV, *correction = memory_3rV[:, : part.stop - part.start]
-        torch.mm(hidden_RH[part], head_VH.T, out=logits_rV)
-        torch.mm(last_hidden_RH[part], head_VH.T, out=teacher_rV)
-        if low_RE is not None and up_VE is not None:
-            torch.mm(low_RE[part], up_VE.T, out=correction[0])
+    factors = (hidden_RH, head_VH), (last_hidden_RH, head_VH)
+    for part, (logits_rV, teacher_rV) in sliced_logits(*factors):
         kernels.statistics(teacher_rV, all_R[part], unused_R[part])
         kernels.compare(
-            logits_rV, correction[0] if correction else None, teacher_rV, all_R[part],
-            label_R[part], weight_R[part], [x_R[part] for x_R in by_row],
+            logits_rV, None if low_RE is None or up_VE is None else low_RE[part] @ up_VE.T,
+            teacher_rV, all_R[part], label_R[part], weight_R[part], [x_R[part] for x_R in by_row],
             (*shares, LK_DECAY, LEAST_OVERLAP), wanted,
         )  # fmt: skip
         if not wanted:

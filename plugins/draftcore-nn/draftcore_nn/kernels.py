@@ -130,7 +130,7 @@ def _compare(
     tl.store(cross + row, scale - _corrected(logits, correction, right, V, CORRECTED))
     tl.store(best + row, largest)
     common, below = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    apart = tl.zeros([BLOCK], tl.float32)
+    kl_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         at = start + lanes
         x = _corrected(logits, correction, at, V, CORRECTED) - scale
@@ -138,10 +138,10 @@ def _compare(
         q, p = tl.exp(x), tl.exp(t)
         common += tl.minimum(q, p)
         below += tl.where(q < p, q, 0.0)
-        apart += tl.where(p > 0, p * (t - x), 0.0)
+        kl_sum += tl.where(p > 0, p * (t - x), 0.0)
     shared, share = tl.sum(common, 0), tl.sum(below, 0)
     tl.store(overlap + row, shared)
-    tl.store(divergence + row, tl.sum(apart, 0))
+    tl.store(divergence + row, tl.sum(kl_sum, 0))
     if WANTED:
         tl.debug_barrier()  # the label's logit is read before it is written over
         kept = tl.exp(-decay * shared)
@@ -194,7 +194,7 @@ def _residual(
     own = tl.load(logits + at_places).to(tl.float32)
     own_q = tl.exp(own - q_scale)
     if TAUGHT:
-        p_scale, apart = tl.load(scale + stride + row), tl.zeros([BLOCK], tl.float32)
+        p_scale, kl_sum = tl.load(scale + stride + row), tl.zeros([BLOCK], tl.float32)
         own_p = tl.exp(tl.load(teacher + at_places).to(tl.float32) - p_scale)
     else:
         tl.store(loss + row, q_scale - tl.load(logits + right).to(tl.float32))
@@ -208,14 +208,14 @@ def _residual(
                 t = tl.load(teacher + at, mask=at < V, other=float("-inf")).to(tl.float32)
                 t -= p_scale
                 p = tl.exp(t)
-                apart += tl.where(p > 0, p * (t - x), 0.0)
+                kl_sum += tl.where(p > 0, p * (t - x), 0.0)
             else:
                 p = (at == right).to(tl.float32)
             if WANTED:
                 slope = (tl.exp(x) - p) * by_row
                 tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < V)
         if TAUGHT:
-            tl.store(loss + row, tl.sum(apart, 0))
+            tl.store(loss + row, tl.sum(kl_sum, 0))
     if ADDED:
         tl.debug_barrier()  # these places are written once more
         slope = (own_q - own_p) * by_row + tl.load(more + row * K + place, mask=place < K)
