@@ -798,6 +798,7 @@ def floors(session: nox.Session) -> None:
     """
     chosen = [word for word in session.posargs if "==" in word]
     wanted, lowest = requirements(), Path(session.create_tmp()).resolve() / "lowest.txt"
+    del session.env["TMPDIR"]  # tests tell their folders from this project's
     file, override = lowest.with_name("wanted.txt"), lowest.with_name("override.txt")
     file.write_text("\n".join(wanted))
     override.write_text("\n".join(chosen))

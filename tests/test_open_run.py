@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,7 @@ def test_a_mapping_is_a_configuration_and_a_function_is_told_of_each_step(
         draftcore.train(config, "topology.ranks=2", progress=tell)
     elsewhere = {**config, "run": tmp_path / "ranks", "topology": {"ranks": 2}}
     assert draftcore.train(elsewhere, say=lambda line: None).reason == "complete"
-    code = (
-        "import sys, draftcore; draftcore.export(sys.argv[1]);"
-        "assert 'torch._dynamo' not in sys.modules and 'matplotlib' not in sys.modules"
-    )
+    unused = {"matplotlib", *["torch._dynamo"][version("transformers") < "5.23" :]}  # older ones do
+    code = f"import sys, draftcore; draftcore.export(sys.argv[1]); assert not {unused} & {{*sys.modules}}"
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config, default=str))))
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run.yaml")], check=True)

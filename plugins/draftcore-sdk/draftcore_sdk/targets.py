@@ -84,15 +84,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             ("mistral olmo3 exaone4 gemma3", WINDOW),
             ("qwen3_5_text olmo_hybrid qwen3_5", DELTA),
             ("qwen2_vl qwen2_5_vl glm4v", NARROW_3D),
+            ("gemma3_text cohere2", {**WINDOW, "tie_word_embeddings": True}),
         )
         for name in names.split()
     },
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {**WINDOW, "tie_word_embeddings": True, "final_logit_softcapping": 3.0},
-    "gemma3_text": {**WINDOW, "tie_word_embeddings": True},
     "granite": {"logits_scaling": 4.0},
     "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
-    "cohere2": {**WINDOW, "tie_word_embeddings": True},
     "cohere2_moe": {**EXPERTS, **WINDOW, "tie_word_embeddings": True},
     "recurrent_gemma": {"attention_window_size": 8, "tie_word_embeddings": True},
     "gpt_oss": {**EXPERTS, **WINDOW},
@@ -140,6 +139,8 @@ def tiny_target(
     import transformers
 
     shape = {**SHAPE, **FAMILIES.get(family, {}), **config}
+    if partial := config.get("rope_parameters", {}).get("partial_rotary_factor"):
+        shape["partial_rotary_factor"] = partial  # transformers < 5.20 writes a family's own here
     kind, models = transformers.CONFIG_MAPPING[family], transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         models, parts = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, kind()
@@ -164,8 +165,7 @@ def byte_tokenizer(chat_template: str | None = CHATML) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
