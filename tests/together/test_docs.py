@@ -158,8 +158,7 @@ def test_what_is_said_of_another_trainer_leads_to_its_source() -> None:
     rows = re.findall(r"^\| (?:[^|\n]+\|){7}$", page, re.MULTILINE)
     cells = [cell for row in rows[1:] for cell in row.split(" | ")[1:6]]
     assert {re.sub(r"\[.+", "[", cell) for cell in cells} == {"no", "?", "["}
-    sources = re.findall(r"^\[(.+?)\]: https://", page, re.MULTILINE)
-    assert set(re.findall(r"\]\[(.+?)\]", page)) == {*sources}
+    assert {*re.findall(r"\]\[(.+?)\]", page)} == {*re.findall(r"(?m)^\[(.+?)\]: https://", page)}
 
 
 @pytest.mark.parametrize("name", READMES)

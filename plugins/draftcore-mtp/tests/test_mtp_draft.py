@@ -121,8 +121,7 @@ def test_a_layer_that_a_target_brings_is_one_of_its_own_and_servers_read_it(
     own, x = copy.deepcopy(model.layers[5]), torch.randn(1, 9, 48)
     own.load_state_dict(module.layer.state_dict())
     positions_1T, mask_TT = torch.arange(9)[None], torch.full((9, 9), -torch.inf).triu(1)
-    # transformers 5.17 takes positions of qwen3_5_moe by height and width too, as its model makes them.
-    places = positions_1T.expand(3, 1, 9) if family == "qwen3_5_moe" else positions_1T
+    places = positions_1T.expand(3, 1, 9) if family == "qwen3_5_moe" else positions_1T  # for 5.17
     angles = model.decoder.rotary_emb(x, places)
     theirs = own(x, position_embeddings=angles, attention_mask=mask_TT[None, None])
     *heads, gate = module.layer.project(x, *module.rotary(positions_1T))
@@ -228,10 +227,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "two layers": (
         lambda config, _: config.update(mtp_num_hidden_layers=2), "says mtp_num_hidden_layers: 2",
     ),
-    "quantised": (
-        lambda _, tensors: tensors.update({FC: tensors[FC].to(torch.float8_e4m3fn)}),
-        r"mtp.fc.weight in .* is stored as torch.float8_e4m3fn",
-    ),
+    "quantised": (lambda _, tensors: tensors.update({FC: tensors[FC].to(torch.float8_e4m3fn)}),
+                  r"mtp.fc.weight in .* is stored as torch.float8_e4m3fn"),
 }  # fmt: skip
 
 
