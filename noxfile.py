@@ -523,6 +523,14 @@ def alone(session: nox.Session) -> None:
     session.run(base_python(session), "tests/alone.py", str(folder))
 
 
+def folders() -> list[str]:
+    """Return where tests are that run together: all but those of two engines, which disturb others."""
+    # What takes long begins first: the kit tries hundreds of plugins.
+    names = sorted(PLUGINS, key=lambda name: (name != "draftcore-sdk", name))
+    names = [name for name in names if name.removeprefix("draftcore-") not in ENGINES[:2]]
+    return [*(f"plugins/{name}/tests" for name in names), "tests", "--ignore=tests/thirdparty"]
+
+
 @job(requires=["wheels"])
 def dists(session: nox.Session) -> None:
     """The tests of the core and of every dist, and of all together: trained, killed, lied to.
@@ -531,12 +539,8 @@ def dists(session: nox.Session) -> None:
     """
     python = all_dists(session)
     session.run(python, "-m", "draftcore", "list-plugins", "--check")
-    # What takes long begins first: the kit tries hundreds of plugins.
-    names = sorted(PLUGINS, key=lambda name: (name != "draftcore-sdk", name))
-    names = [name for name in names if name.removeprefix("draftcore-") not in ENGINES[:2]]
-    folders = [*(f"plugins/{name}/tests" for name in names), "tests", "--ignore=tests/thirdparty"]
     chosen = session.posargs and not session.posargs[0].startswith("-")
-    pytest(session, python, *([] if chosen else folders), *session.posargs)
+    pytest(session, python, *([] if chosen else folders()), *session.posargs)
 
 
 @job(requires=["wheels"])
@@ -817,9 +821,10 @@ def floors(session: nox.Session) -> None:
     installs = f"--no-compile --ignore-installed -r {lowest}"
     folder = packages(session, f"floors-{pins}", installs)
     python = environment(session, "all-floors", *PLUGINS, under=(folder,))
-    files = [f"plugins/{name}/tests" for name in PLUGINS]
     tests = [word for word in session.posargs if word not in chosen]
-    pytest(session, python, *(tests or (*files, "tests", "--ignore=tests/thirdparty")))
+    for engine in () if tests else ENGINES[:2]:
+        pytest(session, python, f"plugins/draftcore-{engine}/tests", workers=2)
+    pytest(session, python, *(tests or folders()))
 
 
 @job(requires=["wheels"])
