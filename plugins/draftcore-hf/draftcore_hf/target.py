@@ -396,8 +396,9 @@ def load_weights(spec: TransformersTarget, parts: int) -> Any:
         quantised = getattr(model.config, "quantization_config", None)
         if quantised and not getattr(model, "hf_quantizer", None):
             raise ValueError("transformers knows no such quantisation")
-        for weight in model.parameters():  # transformers < 5.23 makes bfloat16 of MXFP4 in any case
-            if not quantised and weight.dtype == torch.bfloat16 != spec.dtype:
+        # transformers < 5.23 makes bfloat16 of MXFP4 in any case.
+        for weight in () if quantised else model.parameters():
+            if weight.dtype == torch.bfloat16 != spec.dtype:
                 weight.data = weight.data.to(spec.dtype)
     return model
 

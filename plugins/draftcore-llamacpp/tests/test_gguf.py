@@ -34,11 +34,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "domino": {**BLOCKS, "gru_hidden_dim": 8, "emb_dim": 8},
     "dspark": {**BLOCKS, "markov_rank": 8},
 }
-
-
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 (DOMINO,) = re.findall(r"^error: runs/domino/export(: .*\n.*)$", PAGE, re.MULTILINE)
-IDS = "eagle_aux_hidden_state_layer_ids"
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 
 
@@ -190,8 +187,10 @@ def nested(**fields: Any) -> Edit:
         ("eagle3", lambda config, _: config.update(fc_norm=True), "has fc_norm: True"),
         ("eagle3", lambda config, _: config.update(norm_output=True), "has norm_output: True"),
         ("eagle3", lambda config, _: config["eagle_config"].update(norm_before_fc=True), "before_fc"),
-        ("eagle3", lambda config, _: config.update({IDS: [2, 3]}), "reads 2 layers of the target, and"),
-        ("eagle3", lambda config, _: config.update({IDS: [2, 3, 6]}), r"6\], and of 6 .* those of 1 to 5"),
+        ("eagle3", lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=[2, 3]),
+         "reads 2 layers of the target, and llama.cpp three"),
+        ("eagle3", lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=[2, 3, 6]),
+         r"layers \[2, 3, 6\], and of 6 layers llama.cpp gives those of 1 to 5"),
         ("eagle3", lambda _, tensors: tensors.pop("d2t"), "missing d2t"),
         ("eagle3", lambda config, _: config.update(vocab_size=300), "target of vocab_size 300"),
         ("eagle3", lambda config, _: config.update(architectures=["Other"]), "not known to serve"),
